@@ -1,0 +1,1 @@
+"""How a number is made: knobs, plan, worker groups, timing, checks, rows. Names no library and no section."""

@@ -89,7 +89,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Phase:
-    """One step of the staged decomposition. An untimed phase carries what must not be charged to the library."""
+    """One step of the staged decomposition. An untimed phase carries what must not be charged to the library.
+
+    Untimed phases before the first timed one stage the inputs: the harness runs them whenever it changed the payload,
+    also before a plain `call`.
+    """
 
     name: str
     fn: Callable[[], None]

@@ -1,0 +1,1 @@
+"""One small adapter a library, all equal in shape; libraries are imported inside functions."""

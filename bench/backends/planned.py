@@ -1,0 +1,199 @@
+"""Backends that have their place in the plan and no adapter yet: each case becomes a row with an honest reason.
+
+A library's entry leaves this table when its adapter arrives. Hardware needs are those of docs/backends.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lib.contract import OK, Backend, Engine, Group, Support, Unsupported, Variant, unsupported
+from lib.plan import needs_packages
+from lib.problem import Problem
+
+if TYPE_CHECKING:
+    from lib.knobs import Knobs
+    from lib.machine import Machine
+
+NO_ADAPTER = "this version has no adapter for it yet"
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+BF16_BYTES, FP8_BYTES, FP4_BYTES = 2, 1, 0.5
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Hardware and packages. `sm` = lowest compute capability; `sm_major` = the only major version that will do."""
+
+    vendor: str = "cuda"
+    sm: tuple[int, int] = HOPPER
+    sm_major: int | None = None
+    packages: tuple[tuple[str, str], ...] = ()
+    weight_bytes: float = 0  # bytes an element of the expert weights; 0 in section comm
+
+    def hardware(self, machine: Machine) -> Support:
+        if machine.vendor != self.vendor:
+            needed = "an NVIDIA GPU" if self.vendor == "cuda" else "an AMD GPU (ROCm)"
+            return unsupported(f"needs {needed}, this machine has {'CUDA GPUs' if machine.gpus else 'no GPU'}")
+        sm = machine.sm
+        if sm is not None and (sm < self.sm or (self.sm_major is not None and sm[0] != self.sm_major)):
+            wanted = f"sm_{self.sm_major}x" if self.sm_major is not None else f"sm_{self.sm[0]}{self.sm[1]} or newer"
+            return unsupported(f"needs {wanted}, this is sm_{sm[0]}{sm[1]}")
+        return OK
+
+
+class PlannedBackend(Backend):
+    """`make(knobs)` lists the variants; the verdict is hardware, then packages, then that the adapter is to come."""
+
+    def __init__(self, name: str, family: str, needs: Needs, make: Callable[[Knobs], list[Variant]]) -> None:
+        self.name, self.family, self.needs, self.make = name, family, needs, make
+
+    def variants(self, knobs: Knobs) -> list[Variant]:
+        return self.make(knobs)
+
+    def supports(self, variant: Variant, machine: Machine, problem: Problem, knobs: Knobs) -> Support:
+        if reason := variant.option("skipped"):
+            return Support("skipped", reason)
+        packages = dict(self.needs.packages)
+        if reason := variant.option("unsupported"):
+            return needs_packages(machine, packages, unsupported(reason))
+        support = needs_packages(machine, packages, self.needs.hardware(machine))
+        return support if not support.ok else unsupported(NO_ADAPTER)
+
+    def memory_bytes(self, variant: Variant, problem: Problem) -> int:
+        copies = problem.tokens * min(problem.topk, problem.world) + problem.tokens
+        return problem.weight_bytes(self.needs.weight_bytes) + copies * problem.hidden * BF16_BYTES * 2
+
+    def open(self, group: Group, variant: Variant, capacity: Problem, knobs: Knobs) -> Engine:
+        raise Unsupported(NO_ADAPTER)
+
+
+DEEPEP = ("deep_ep", "DeepEP (https://github.com/deepseek-ai/DeepEP)")
+VLLM = ("vllm", "vLLM (pip install vllm)")
+FLASHINFER = ("flashinfer", "FlashInfer (pip install flashinfer-python)")
+DEEPGEMM = ("deep_gemm", "DeepGEMM (https://github.com/deepseek-ai/DeepGEMM)")
+NCCL_EP = ("nccl.ep", "NCCL-EP (pip install nccl-extensions)")
+MSCCLPP = ("mscclpp", "MSCCL++ with mscclpp.ep (https://github.com/microsoft/mscclpp)")
+MORI = ("mori", "MORI (https://github.com/ROCm/mori)")
+CUTEDSL = ("cutlass", "CUTLASS DSL (pip install nvidia-cutlass-dsl)")
+
+
+def comm_variants(name: str, knobs: Knobs, algo: str = "", fp8: bool = True, sms: bool = True, handle: str = "") -> list[Variant]:
+    """`name` once a dispatch dtype and SM budget; what the library has no choice of is left as it is."""
+    family = name.partition("+")[0]
+    comm = family.removesuffix(f"_{algo}") if algo else family
+    return [
+        Variant(name, comm, "", algo, dtype, "bf16", budget, handle=handle)
+        for dtype in (knobs.dispatch_dtype if fp8 else ("bf16",))
+        for budget in (knobs.num_sms if sms else (None,))
+    ]
+
+
+def deepep(knobs: Knobs) -> list[Variant]:
+    found = []
+    for algo in knobs.algos:
+        if algo == "ht":
+            found += comm_variants("deepep_ht", knobs, "ht")
+            found += [
+                Variant("deepep_ht+cached", "deepep", "", "ht", v.dispatch_dtype, "bf16", v.num_sms, handle="cached")
+                for v in comm_variants("deepep_ht", knobs, "ht")
+            ]
+        else:
+            found += comm_variants("deepep_ll", knobs, "ll", sms=False)
+    return found
+
+
+def deepep_v2(knobs: Knobs) -> list[Variant]:
+    return comm_variants("deepep_v2", knobs) + comm_variants("deepep_v2+cached", knobs, handle="cached")
+
+
+def nccl_ep(knobs: Knobs) -> list[Variant]:
+    return [v for algo in knobs.algos for v in comm_variants(f"nccl_ep_{algo}", knobs, algo, fp8=algo == "ll", sms=False)]
+
+
+def mscclpp(knobs: Knobs) -> list[Variant]:
+    return [v for algo in knobs.algos for v in comm_variants(f"mscclpp_{algo}", knobs, algo, fp8=algo == "ll")]
+
+
+def mori(knobs: Knobs) -> list[Variant]:
+    """`intranode` and `v1` have no two modes; `v1_ll` and `async_ll` belong to ll."""
+    found = comm_variants("mori+intranode", knobs, sms=False) + comm_variants("mori+v1", knobs, sms=False)
+    if "ll" in knobs.algos:
+        found += [v for kernel in ("v1_ll", "async_ll") for v in comm_variants(f"mori+{kernel}", knobs, "ll", sms=False)]
+    return found
+
+
+def comm_backends() -> list[Backend]:
+    return [
+        PlannedBackend("deepep", "deepep", Needs(packages=(DEEPEP,)), deepep),
+        PlannedBackend("deepep_v2", "deepep_v2", Needs(packages=(DEEPEP,)), deepep_v2),
+        PlannedBackend("nccl_ep", "nccl_ep", Needs(packages=(NCCL_EP,)), nccl_ep),
+        PlannedBackend(
+            "flashinfer", "flashinfer", Needs(packages=(FLASHINFER,)), lambda knobs: comm_variants("flashinfer", knobs, fp8=False, sms=False)
+        ),
+        PlannedBackend("mscclpp", "mscclpp", Needs(packages=(MSCCLPP,)), mscclpp),
+        PlannedBackend("mori", "mori", Needs(vendor="rocm", packages=(MORI,)), mori),
+    ]
+
+
+def ref_backends() -> list[Backend]:
+    variant = Variant("torch_fp8", "torch", "torch_scaled_grouped_mm", "", "fp8", "bf16")
+    return [PlannedBackend("torch_fp8", "torch", Needs(weight_bytes=FP8_BYTES), lambda knobs: [variant])]
+
+
+def split_variants(experts: str, knobs: Knobs) -> list[Variant]:
+    found = []
+    for algo in knobs.algos:
+        refused = "ALGO=ll delivers batched experts, which trtllm does not take" if (algo, experts) == ("ll", "trtllm") else ""
+        options = (("unsupported", refused),) if refused else ()
+        found.append(Variant(f"deepep_{algo}+{experts}", "deepep", experts, algo, "fp8", "bf16", options=options))
+    return found
+
+
+def split_backends() -> list[Backend]:
+    needs = {
+        "deepgemm": Needs(packages=(VLLM, DEEPEP), weight_bytes=FP8_BYTES),
+        "triton": Needs(packages=(VLLM, DEEPEP), weight_bytes=FP8_BYTES),
+        "trtllm": Needs(sm=BLACKWELL, sm_major=10, packages=(VLLM, DEEPEP, FLASHINFER), weight_bytes=FP8_BYTES),
+    }
+    return [
+        PlannedBackend(name, "vllm", need, lambda knobs, name=name: split_variants(name, knobs))  # type: ignore[misc]
+        for name, need in needs.items()
+    ]
+
+
+def vllm_mega_variants(knobs: Knobs) -> list[Variant]:
+    left_out = not knobs.vllm_mega and len(knobs.sections) > 1
+    options = (("skipped", "VLLM_MEGA=0"),) if left_out else ()
+    return [Variant("vllm_deep_gemm_mega", "vllm", "deep_gemm_mega", "", "fp8", "bf16", options=options)]
+
+
+def vllm_mega_backends() -> list[Backend]:
+    needs = Needs(sm=BLACKWELL, sm_major=10, packages=(VLLM, DEEPGEMM), weight_bytes=FP4_BYTES)
+    return [PlannedBackend("vllm_deep_gemm_mega", "vllm", needs, vllm_mega_variants)]
+
+
+def fi_mega_variants(name: str, knobs: Knobs) -> list[Variant]:
+    """MEGA_IKR is the cutedsl pair's, MEGA_COMBINE_DTYPE nvfp4's; the other backends stay as they are."""
+    suffix, combine = "", "bf16"
+    if knobs.mega_ikr and name in ("mxfp8_cutedsl", "nvfp4_cutedsl"):
+        suffix = "+ikr"
+    if knobs.mega_combine_dtype != "bf16" and name == "nvfp4_cutedsl":
+        suffix, combine = f"+combine_{knobs.mega_combine_dtype}", knobs.mega_combine_dtype
+    dtype = {"mxfp8_cutedsl": "mxfp8", "nvfp4_cutedsl": "nvfp4"}.get(name, "fp8")
+    return [Variant(f"{name}{suffix}", "flashinfer", f"{name}{suffix}", "", dtype, combine)]
+
+
+def fi_mega_backends() -> list[Backend]:
+    needs = {
+        "deep_gemm_mega": Needs(sm=BLACKWELL, sm_major=10, packages=(FLASHINFER, DEEPGEMM), weight_bytes=FP4_BYTES),
+        "mxfp8_cutedsl": Needs(sm=BLACKWELL, sm_major=10, packages=(FLASHINFER, CUTEDSL), weight_bytes=FP8_BYTES),
+        "nvfp4_cutedsl": Needs(sm=BLACKWELL, sm_major=10, packages=(FLASHINFER, CUTEDSL), weight_bytes=FP4_BYTES),
+        "sm90_push_fp8": Needs(sm_major=9, packages=(FLASHINFER,), weight_bytes=FP8_BYTES),
+        "sm90_pull_fp8": Needs(sm_major=9, packages=(FLASHINFER, CUTEDSL), weight_bytes=FP8_BYTES),
+    }
+    return [
+        PlannedBackend(name, "flashinfer", need, lambda knobs, name=name: fi_mega_variants(name, knobs))  # type: ignore[misc]
+        for name, need in needs.items()
+    ]

@@ -1,0 +1,192 @@
+"""The same run's proof that the numbers belong to a right result: before timing, and again after it.
+
+A round writes another payload into the inputs that the harness owns, poisons what the session can reach, calls it
+once, and compares. With the same bytes every time, a skipped transfer would find yesterday's right ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+from lib import oracle
+from lib.contract import Group, Session
+from lib.formats import roundtrip
+from lib.problem import SECOND_PAYLOAD, TIMED_PAYLOAD, Inputs, Problem, expert_weights, tensor_digest, token_payload
+from lib.timing import run_phases
+
+if TYPE_CHECKING:
+    import torch
+
+    from lib.routing import Routing
+
+
+class Checker:
+    """One rank's checks of one session. Every method returns "" or what is wrong, the same on all ranks."""
+
+    def __init__(self, session: Session, inputs: Inputs, problem: Problem, routing: Routing, group: Group) -> None:
+        self.session, self.inputs, self.problem, self.routing, self.group = session, inputs, problem, routing, group
+        self.count = inputs.x.shape[0]
+        self.staged = any(not phase.timed for phase in session.phases)
+        self.references: dict[tuple[int, str], torch.Tensor] = {}
+        self.timed_output: torch.Tensor | None = None
+        self.timed_digest = ""
+        self.acc_terms: tuple[float, float] | None = None
+        self.salt = 0
+
+    # -- what measure.py calls
+
+    def before(self, rounds: int) -> str:
+        """`rounds` rounds, then the timed payload: its output is kept for the comparison after timing."""
+        problem = self._agree(self._weights_digest_differs() or self._rounds(rounds))
+        return problem or self._agree(self._keep_timed_output())
+
+    def after(self, rounds: int) -> str:
+        """Inputs untouched, the timed payload's output still what it was, and `rounds` rounds more."""
+        problem = self._agree(self._timed_output_moved())
+        return problem or self._agree(self._rounds(rounds))
+
+    def acc_loss_pct(self) -> float | None:
+        """100 * ||out - ref|| / ||ref|| over all ranks, the reference on unquantised data; None for a combine."""
+        if self.acc_terms is None:
+            return None
+        terms = self._gather(self.acc_terms)
+        return oracle.acc_loss_pct(sum(num for num, _ in terms), sum(den for _, den in terms))
+
+    # -- rounds
+
+    def _rounds(self, rounds: int) -> str:
+        for number in range(rounds):
+            # Every rank makes every call of a round, and all agree after it: a rank that stopped alone would leave
+            # the others in a collective.
+            problem = self._moe_round(number) if self.session.kind == "moe" else self._combine_round()
+            if number == 0:
+                differs = self._chain_problem()
+                problem = problem or differs
+            if agreed := self._first(self._gather(problem)):
+                return agreed
+        return ""
+
+    def _combine_round(self) -> str:
+        self._write_encoded()
+        self._poisoned_call()
+        problem = self._dispatch_problem()
+        if self.staged:
+            # call() combined what an earlier payload left staged: stage this one's, then call again.
+            run_phases(self.session)
+            problem = problem or self._dispatch_problem()
+            self._poisoned_call()
+        return problem or self._output_problem(self.inputs.x)
+
+    def _moe_round(self, number: int) -> str:
+        self._write_encoded()
+        self._poisoned_call()
+        problem = self._dispatch_problem()
+        payload = TIMED_PAYLOAD if number % 2 else SECOND_PAYLOAD
+        self._write_payload(payload)
+        self._poisoned_call()
+        return problem or self._moe_problem(payload)
+
+    def _chain_problem(self) -> str:
+        """The staged decomposition gives the same result as the call that it explains."""
+        output = self.session.output().clone()
+        self.session.poison()
+        run_phases(self.session)
+        return self._differs(self.session.output(), output, "the phases' output differs from the call's")
+
+    def _keep_timed_output(self) -> str:
+        self._write_payload(TIMED_PAYLOAD)
+        run_phases(self.session)
+        self._poisoned_call()
+        self.timed_output = self.session.output().clone()
+        self.timed_digest = tensor_digest(self.inputs.tensors())
+        if self.session.kind != "moe":
+            return self._output_problem(self.inputs.x)
+        self.acc_terms = oracle.acc_loss_pct_terms(self.timed_output, self._reference(TIMED_PAYLOAD, "bf16"))
+        return self._moe_problem(TIMED_PAYLOAD)
+
+    def _timed_output_moved(self) -> str:
+        if tensor_digest(self.inputs.tensors()) != self.timed_digest:
+            return "the inputs were changed during timing"
+        assert self.timed_output is not None
+        return self._differs(self.session.output(), self.timed_output, "the output after timing differs from before")
+
+    # -- parts of a round
+
+    def _write_encoded(self) -> None:
+        self.salt += 1
+        rows = oracle.encoded_payload(self.problem, self.group.rank, self.count, self.salt, self.inputs.x.device)
+        self.inputs.x.copy_(rows)
+
+    def _write_payload(self, payload: int) -> None:
+        x = token_payload(self.problem, self.group.rank, self.count, payload, self.inputs.x.device)
+        self.inputs.x.copy_(x)
+
+    def _poisoned_call(self) -> None:
+        """The call after a change of payload: untimed phases before the first timed one stage the inputs for it."""
+        self.session.poison()
+        for phase in itertools.takewhile(lambda phase: not phase.timed, self.session.phases):
+            phase.fn()
+        self.session.call()
+
+    def _dispatch_problem(self) -> str:
+        received = self.session.received()
+        if received is None:
+            return ""
+        return oracle.check_dispatch(received, self.routing, self.problem, self.group.rank, self.salt)
+
+    def _output_problem(self, x: torch.Tensor) -> str:
+        """A quantised wire is no error of the combine: what it brings is the round trip of x in its format."""
+        if self.session.dispatch_format != "bf16":
+            x = roundtrip(self.session.dispatch_format, x).to(x.dtype)
+        return oracle.check_combine(self.session.output(), x, self.inputs.topk_weights, self.session.combine_format)
+
+    def _moe_problem(self, payload: int) -> str:
+        reference = self._reference(payload, self.session.number_format)
+        return oracle.check_moe(self.session.output(), reference, self.session.number_format)
+
+    def _reference(self, payload: int, operand_format: str) -> torch.Tensor:
+        """The reference of one payload in one operand format, computed once."""
+        key = (payload, operand_format)
+        if key not in self.references:
+            inputs, device = self.inputs, self.inputs.x.device
+            x = token_payload(self.problem, self.group.rank, self.count, payload, device)
+            self.references[key] = oracle.moe_reference(
+                self.problem, x, inputs.topk_idx, inputs.topk_weights, device, operand_format=operand_format
+            )
+        return self.references[key]
+
+    def _differs(self, output: torch.Tensor, expected: torch.Tensor, what: str) -> str:
+        """Bitwise where the session is deterministic, else within the tolerance of its number format."""
+        import torch
+
+        if self.session.deterministic:
+            return "" if torch.equal(output.view(torch.int16), expected.view(torch.int16)) else what
+        problem = oracle.check_moe(output, expected.float(), self.session.number_format)
+        return f"{what}: {problem}" if problem else ""
+
+    def _weights_digest_differs(self) -> str:
+        """Every rank must make the same expert from the same seed."""
+        if self.session.kind != "moe":
+            return ""
+        digest = tensor_digest(list(expert_weights(self.problem, 0, self.inputs.x.device)))
+        return "" if len(set(self._gather(digest))) == 1 else "expert 0's weights differ between ranks"
+
+    # -- agreement
+
+    def _gather(self, value: object) -> list:  # type: ignore[type-arg]  # of whatever was given
+        import torch.distributed as dist
+
+        values: list = [None] * self.group.world  # type: ignore[type-arg]
+        dist.all_gather_object(values, value, group=self.group.host_pg)
+        return values
+
+    def _agree(self, problem: str) -> str:
+        return self._first(self._gather(problem))
+
+    @staticmethod
+    def _first(problems: list[str]) -> str:
+        for rank, problem in enumerate(problems):
+            if problem:
+                return problem if problem.startswith("rank ") else f"rank {rank}: {problem}"
+        return ""

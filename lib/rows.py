@@ -1,0 +1,185 @@
+"""The row schema, and its files: CSV for people, JSONL with everything, both appended row by row.
+
+A row is on disk when `RowFiles.append` returns. JSONL is written first, so a CSV line always has its record, and a
+resumed run can add a CSV line that a kill left out.
+"""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import io
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+COLUMNS = tuple(
+    """
+    schema stamp section variant comm compute_kernel algo timing status reason world nodes tokens num_experts topk hidden
+    inter dispatch_dtype combine_dtype num_sms layout handle transport routing routing_sha load_max_over_mean seed warmup
+    iters iters_per_graph lat_us_p50 lat_us_mean lat_us_min lat_us_p90 lat_us_p99 lat_us_max quant_us dispatch_us experts_us
+    combine_us stage_us forward_us kernel_us host_us gap_us skew_us slowest_rank launch_bound tokens_per_s tflops
+    dispatch_bytes_selection dispatch_bytes_dedup dispatch_bytes_wire combine_bytes_selection combine_bytes_dedup
+    combine_bytes_wire node_bytes_algo node_bytes_physical dispatch_dedup_gbps combine_dedup_gbps dispatch_wire_gbps
+    combine_wire_gbps wire_gbps_min wire_gbps_min_rank sol_us sol_pct sol_bound peak_source acc_loss_pct check graph l2
+    quant_included staging_included timer sm_clk_mhz_min throttled contended tainted device versions git repro
+    """.split()
+)
+STATUSES = ("ok", "wrong", "failed", "timeout", "interrupted", "skipped", "missing", "unsupported")
+# Words that pandas.read_csv takes for a missing value (pandas/_libs/parsers.pyx, STR_NA_VALUES); "" means it here too.
+READ_AS_MISSING = frozenset(
+    "#N/A|#N/A N/A|#NA|-1.#IND|-1.#QNAN|-NaN|-nan|1.#IND|1.#QNAN|<NA>|N/A|NA|NULL|NaN|None|n/a|nan|null".split("|")
+)
+SIX_DIGITS_BELOW = 1e5  # above it, `:.6g` would turn to an exponent
+
+
+class SchemaError(Exception):
+    """A file whose header is not this schema's."""
+
+
+class LockedError(Exception):
+    """Another run is writing these files."""
+
+
+class WriteError(Exception):
+    """The disk refused a row; what was there before stands, and `line` is the row that was not saved."""
+
+    def __init__(self, path: Path, error: OSError, line: str) -> None:
+        super().__init__(f"OUT_DIR={path.parent}: cannot write {path.name} ({error.strerror})")
+        self.line = line
+
+
+def cell(value: object) -> str:
+    """One CSV cell: blank for None, 1/0 for a boolean, six significant digits for a float."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, float):
+        if value != value or value in (float("inf"), float("-inf")):
+            raise ValueError("a cell is blank where a figure does not apply, never nan or inf")
+        return f"{value:.6g}" if abs(value) < SIX_DIGITS_BELOW else f"{value:.1f}"
+    text = " ".join(str(value).split())
+    if text in READ_AS_MISSING:
+        raise ValueError(f"pandas reads {text!r} as a missing value")
+    return text
+
+
+def csv_line(row: Mapping[str, object]) -> str:
+    unknown = set(row) - set(COLUMNS)
+    if unknown:
+        raise KeyError(f"not a column: {', '.join(sorted(unknown))}")
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerow([cell(row.get(name)) for name in COLUMNS])
+    return out.getvalue()
+
+
+HEADER = ",".join(COLUMNS) + "\n"
+
+
+def _append(path: Path, descriptor: int, text: str) -> None:
+    """One write, one fsync; a refused write is taken back, so that no torn line is left."""
+    size = os.fstat(descriptor).st_size
+    data = text.encode()
+    try:
+        written = os.write(descriptor, data)
+        if written < len(data):
+            os.write(descriptor, data[written:])  # the second write of a full disk tells why
+        os.fsync(descriptor)
+    except OSError as error:
+        os.ftruncate(descriptor, size)
+        raise WriteError(path, error, text) from error
+
+
+def _whole_lines(path: Path) -> tuple[list[str], bool]:
+    """The complete lines of a file, and whether a torn one follows them."""
+    text = path.read_text(errors="replace") if path.exists() else ""
+    *lines, tail = text.split("\n")
+    return lines, bool(tail)
+
+
+def read_records(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """JSONL records of a file, and whether a torn last line was dropped."""
+    lines, torn = _whole_lines(path)
+    return [json.loads(line) for line in lines if line], torn
+
+
+def read_rows(path: Path) -> tuple[list[dict[str, str]], bool]:
+    """CSV rows of a file, and whether a torn last line was dropped. Raises SchemaError on another header."""
+    lines, torn = _whole_lines(path)
+    if not lines or lines[0] + "\n" != HEADER:
+        raise SchemaError(f"{path}: its header is not that of schema {SCHEMA}; it was written by another version")
+    return list(csv.DictReader(lines)), torn
+
+
+class RowFiles:
+    """The CSV and JSONL of one section of one run. `notices` says what opening them had to mend."""
+
+    def __init__(self, folder: Path, prefix: str, stamp: str, section: str) -> None:
+        stem = f"{prefix}_{stamp}_{section}"
+        self.csv, self.jsonl, self.log = (folder / f"{stem}.{kind}" for kind in ("csv", "jsonl", "log"))
+        self.notices: list[str] = []
+        self.done: set[str] = set()
+
+    def open(self, resume: bool) -> None:
+        """Raises FileExistsError unless resuming, SchemaError on another schema, LockedError beside a running run."""
+        if not resume:
+            for path in (self.csv, self.jsonl):
+                if path.exists():
+                    raise FileExistsError(path)
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+        self._csv = os.open(self.csv, flags, 0o644)
+        self._jsonl = os.open(self.jsonl, flags, 0o644)
+        try:
+            fcntl.flock(self._csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise LockedError(f"{self.csv} is being written by another run") from error
+        if os.fstat(self._csv).st_size == 0:
+            _append(self.csv, self._csv, HEADER)
+        self._mend()
+
+    def _mend(self) -> None:
+        """Drop torn and interrupted lines, add CSV lines that a kill left out, and learn which cases are there."""
+        rows, torn_csv = read_rows(self.csv)
+        records, torn_jsonl = read_records(self.jsonl)
+        if torn_csv:
+            self.notices.append(f"{self.csv.name}: a torn last line was dropped")
+        if torn_jsonl:
+            self.notices.append(f"{self.jsonl.name}: a torn last line was dropped")
+        kept = [record for record in records if record["row"]["status"] != "interrupted"]
+        if len(kept) < len(records):
+            self.notices.append(f"{len(records) - len(kept)} interrupted cases are run again")
+        if len(kept) < len(records) or torn_csv or torn_jsonl or len(rows) != len(records):
+            self._rewrite(self.jsonl, "_jsonl", "".join(record_line(record) for record in kept))
+            self._rewrite(self.csv, "_csv", HEADER + "".join(csv_line(record["row"]) for record in kept))
+        self.done = {record["key"] for record in kept}
+
+    def _rewrite(self, path: Path, attribute: str, text: str) -> None:
+        """Replace a file whole: the new one is complete on disk before it takes the old one's name."""
+        fresh = path.with_name(f".{path.name}.new")
+        with fresh.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        descriptor = os.open(fresh, os.O_RDWR | os.O_APPEND)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fresh.replace(path)
+        os.close(getattr(self, attribute))
+        setattr(self, attribute, descriptor)
+
+    def append(self, row: Mapping[str, object], key: str, record: Mapping[str, object]) -> None:
+        """Save one row. Raises WriteError when the disk refuses it."""
+        _append(self.jsonl, self._jsonl, record_line({"key": key, "row": row, **record}))
+        _append(self.csv, self._csv, csv_line(row))
+        self.done.add(key)
+
+    def close(self) -> None:
+        os.close(self._csv)
+        os.close(self._jsonl)
+
+
+def record_line(record: Mapping[str, object]) -> str:
+    return json.dumps(record, allow_nan=False, sort_keys=False) + "\n"

@@ -1,0 +1,259 @@
+"""The coordinator of one section: knobs -> plan -> rows of what can't run -> worker groups -> exit code.
+
+It creates no GPU context and imports no library that is measured; standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from lib import launch
+from lib.knobs import KnobErrors, Knobs, parse_knobs
+from lib.launch import Events, Failure, Limits, Request, WorkerGroup
+from lib.launcher import Launcher, detect_launcher, joined_problem, run_mark
+from lib.machine import Machine, detect_facts, detect_machine, fingerprint
+from lib.plan import Case, Section, groups, make_plan, plan_lines
+from lib.progress import make_progress, say
+from lib.rows import SCHEMA, LockedError, RowFiles, SchemaError, WriteError
+from lib.version import git_label
+from lib.wire import pack_case, pack_knobs
+
+OK_EXIT, FAILED_EXIT, USAGE_EXIT, NOTHING_EXIT, LOCKED_EXIT, INTERRUPTED_EXIT = 0, 1, 2, 4, 75, 130
+GROUP_TIMEOUT_MARGIN_S = 60  # the process group's own time-out is longer than both clocks: we want to be the one who speaks
+RED = ("failed", "wrong", "timeout")
+
+
+class Interrupted(BaseException):
+    """Ctrl-C or TERM. Raised once; later ones are ignored, since what follows is only the tidying up."""
+
+
+def on_signal(number: int, frame: object) -> None:
+    for other in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(other, signal.SIG_IGN)
+    raise Interrupted
+
+
+class Run:
+    """One section of one run: its plan, its files, and what has become of each case."""
+
+    def __init__(self, section: Section, knobs: Knobs, machine: Machine, launcher: Launcher, cases: list[Case]) -> None:
+        self.section, self.knobs, self.machine, self.launcher, self.cases = section, knobs, machine, launcher, cases
+        self.stamp = os.environ.get("MOE_EP_STAMP") or time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        self.files = RowFiles(Path(knobs.out_dir), prefix(), self.stamp, section.name)
+        self.statuses: dict[str, str] = {}
+        self.git = git_label()
+        self.fingerprint = fingerprint(machine)
+
+    # -- rows
+
+    def write(self, case: Case, status: str, reason: str, columns: dict[str, Any], samples: dict[str, Any]) -> None:
+        row = self.case_columns(case) | columns | {"status": status, "reason": reason}
+        record = {"samples": samples, "knobs": self.knobs.as_text(), "fingerprint": self.fingerprint}
+        self.files.append(row, case.key, record)
+        self.statuses[case.key] = status
+        latency = columns.get("lat_us_p50")
+        outcome = f"ok, p50 {latency:.1f} us" if status == "ok" and latency else f"{status}{': ' + reason if reason else ''}"
+        self.log(f"{label(case)}: {outcome}")
+        self.progress.case(label(case), outcome)
+
+    def note(self, text: str) -> None:
+        self.log(text)
+        self.progress.note(text)
+
+    def log(self, text: str) -> None:
+        self.log_file.write(f"{time.strftime('%H:%M:%S', time.gmtime())} {text}\n".encode())
+
+    def case_columns(self, case: Case) -> dict[str, Any]:
+        """What is known of a case without running it."""
+        variant, problem, knobs = case.variant, case.problem, self.knobs
+        return {
+            **{"schema": SCHEMA, "stamp": self.stamp, "section": self.section.name, "timing": case.timing},
+            **{"variant": variant.name, "comm": variant.comm, "compute_kernel": variant.compute_kernel, "algo": variant.algo},
+            **{"world": problem.world, "nodes": problem.nodes, "tokens": problem.tokens, "num_experts": problem.num_experts},
+            **{"topk": problem.topk, "hidden": problem.hidden, "inter": problem.inter, "routing": problem.routing},
+            **{"dispatch_dtype": variant.dispatch_dtype, "combine_dtype": variant.combine_dtype, "num_sms": variant.num_sms},
+            **{"layout": variant.layout, "handle": variant.handle, "seed": problem.seed},
+            **{"warmup": knobs.warmup, "iters": knobs.iters},
+            **{"iters_per_graph": knobs.iters_per_graph if case.timing == "graph" else None},
+            **{"l2": knobs.l2 if self.machine.gpus else None},
+            **{"device": self.machine.device, "git": self.git, "repro": case.repro},
+        }
+
+    # -- running
+
+    def execute(self) -> int:
+        """Every planned case gets its row, whatever happens. Returns the exit code."""
+        self.files.open(resume=bool(self.knobs.resume))
+        self.progress = make_progress(self.section.name, len(self.cases))
+        with self.files.log.open("ab", buffering=0) as self.log_file:
+            try:
+                self._log_header()
+                for notice in [*self.knobs.notices, *self.files.notices]:
+                    self.note(notice)
+                todo = [case for case in self.cases if case.key not in self.files.done]
+                if len(todo) < len(self.cases):
+                    self.note(f"resumed: {len(self.cases) - len(todo)} of {len(self.cases)} cases are there already")
+                return self._run(todo)
+            finally:
+                self.progress.close()
+                self.files.close()
+
+    def _log_header(self) -> None:
+        given = {name: self.knobs.as_text()[name] for name in sorted(self.knobs.given)}
+        self.log(f"run {self.stamp}, section {self.section.name}, {len(self.cases)} cases, code {self.git}")
+        self.log(f"machine {json.dumps(self.fingerprint)}")
+        self.log(f"knobs given {json.dumps(given)}")
+
+    def _run(self, todo: list[Case]) -> int:
+        try:
+            if os.environ.get("MOE_EP_INTERRUPTED") == "1":
+                raise Interrupted
+            for case in todo:
+                if not case.support.ok:
+                    self.write(case, case.support.status, case.support.reason, {}, {})
+            for group in groups(todo):
+                self._run_group(group)
+        except Interrupted:
+            for case in todo:
+                if case.key not in self.statuses:
+                    status, reason = ("interrupted", "") if case.support.ok else (case.support.status, case.support.reason)
+                    self.write(case, status, reason, {}, {})
+            return INTERRUPTED_EXIT
+        return self.exit_code()
+
+    def _run_group(self, cases: list[Case]) -> None:
+        """One variant: a fresh worker group after every failure until no case is left."""
+        left = list(cases)
+        while left:
+            count = len(left)
+            group, failure = self._serve(left)
+            left = left[group.current :]
+            if failure is None and len(left) == count:
+                failure = Failure("failed", "the worker group ended without reporting its case (see the log)")
+            if failure is not None and failure.status == "teardown":
+                self.note(failure.reason)
+            elif failure is not None and left:
+                failed = left if failure.whole_variant else left[:1]
+                for case in failed:
+                    self.write(case, failure.status, failure.reason, {}, {})
+                left = left[len(failed) :]
+            if self.launcher.joined and left:
+                for case in left:
+                    self.write(case, "interrupted", "the joined group ended early; RESUME continues", {}, {})
+                return
+
+    def _serve(self, cases: list[Case]) -> tuple[WorkerGroup, Failure | None]:
+        first, knobs = cases[0], self.knobs
+        backend = self.section.find(first.backend, knobs)
+        capacity = max(case.problem.tokens for case in cases)
+        message = {
+            "module": self.section.module,
+            "knobs": pack_knobs(knobs),
+            "capacity": capacity,
+            "cases": [pack_case(case) for case in cases],
+        }
+        wanted = backend.env(first.variant, first.problem.at(capacity), knobs)
+        request = Request(
+            mark=run_mark(self.launcher, os.environ, self.stamp),
+            ranks=self.knobs.gpus,
+            environment=worker_environment(knobs, self.machine) | wanted,
+            message=message,
+            limits=Limits(knobs.setup_timeout_s, knobs.timeout_s),
+            launcher=self.launcher,
+            log=self.log_file,
+        )
+        self.log(f"{first.variant.name}: a worker group of {knobs.gpus} ranks for {len(cases)} cases")
+
+        def on_result(index: int, result: dict[str, Any]) -> None:
+            self.write(cases[index], result["status"], result["reason"], result["columns"], result["samples"])
+
+        def on_phase(index: int, phase: str) -> None:
+            self.progress.phase(label(cases[index]), phase)
+
+        group = WorkerGroup(request, Events(on_result, on_phase, self.note))
+        return group, group.run()
+
+    def exit_code(self) -> int:
+        statuses = list(self.statuses.values()) + ["ok"] * (len(self.cases) - len(self.statuses))
+        if any(status in RED for status in statuses):
+            return FAILED_EXIT
+        if "ok" in statuses:
+            return OK_EXIT
+        reasons = sorted({case.support.reason for case in self.cases if case.support.reason})
+        say(f"{self.section.name}: nothing could run here: {'; '.join(reasons) or 'no case was planned'}")
+        return NOTHING_EXIT
+
+
+def label(case: Case) -> str:
+    return f"{case.variant.name} {case.timing} T={case.problem.tokens}"
+
+
+def prefix() -> str:
+    return os.environ.get("MOE_EP_PREFIX", "bench")
+
+
+def worker_environment(knobs: Knobs, machine: Machine) -> dict[str, str]:
+    """What every rank of a group gets beside the caller's environment."""
+    environment = dict(os.environ)
+    environment["MOE_EP_GROUP_TIMEOUT_S"] = str(knobs.setup_timeout_s + knobs.timeout_s + GROUP_TIMEOUT_MARGIN_S)
+    environment["MOE_EP_NODES"] = str(knobs.nnodes)
+    environment.setdefault("OMP_NUM_THREADS", str(max(machine.cores // knobs.gpus, 1)))
+    if knobs.nnodes == 1:
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo else looks up the host's name, which may not resolve
+    return environment
+
+
+def run_section(section: Section) -> int:
+    """What a section's script calls. Returns the exit code (README, "Exit codes")."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    try:
+        return _run_section(section)
+    except Interrupted:
+        return INTERRUPTED_EXIT
+    except KnobErrors as error:
+        for line in error.errors:
+            say(line)
+        return USAGE_EXIT
+    except (SchemaError, FileExistsError) as error:
+        say(f"RESUME: {error}")
+        return USAGE_EXIT
+    except LockedError as error:
+        say(str(error))
+        return LOCKED_EXIT
+    except WriteError as error:
+        say(f"{error}; the row that could not be saved:")
+        say(error.line.rstrip("\n"))
+        return FAILED_EXIT
+    except Exception as error:
+        if os.environ.get("DEBUG"):
+            traceback.print_exc()
+        say(f"{section.name}: internal error: {type(error).__name__}: {error} (DEBUG=1 shows where)")
+        return FAILED_EXIT
+
+
+def _run_section(section: Section) -> int:
+    env = os.environ
+    launcher = detect_launcher(env)
+    sweep = prefix() == "sweep"
+    knobs = parse_knobs(env, detect_facts(env), sweep=sweep)
+    machine = detect_machine(knobs, env)
+    families = {backend.family for backend in section.backends(knobs)}
+    if problem := joined_problem(launcher, knobs.gpus, env, len(knobs.sections), families):
+        say(problem)
+        return USAGE_EXIT
+    if launcher.follower:
+        return launch.follow(launcher, worker_environment(knobs, machine))
+    cases = make_plan(section, knobs, machine, sweep)
+    if knobs.dry_run:
+        sys.stdout.write(f"{section.name}: {len(cases)} cases on {machine.device}\n")
+        sys.stdout.write("\n".join(plan_lines(cases)) + "\n")
+        return OK_EXIT
+    return Run(section, knobs, machine, launcher, cases).execute()

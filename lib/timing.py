@@ -1,0 +1,141 @@
+"""Durations: every one is made by a method that docs/method.md defines. This file has the host-clock methods.
+
+All times are microseconds on the monotonic clock of the rank that took them. A method returns raw samples of this
+rank; lib/measure.py gathers them over ranks and lib/stats.py reduces them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from lib.contract import Session
+
+NS_PER_US = 1000.0
+PIPELINED_CHAINS = 4
+PIPELINED_MIN_CALLS = 64
+PIPELINED_DROPPED = 16  # the pipe fills: the first calls of a chain still see an idle device
+
+
+@dataclass
+class Samples:
+    """One rank's raw series of one method. `phases` and `gaps` come from the sibling series, never from the total's."""
+
+    total: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+    phases: dict[str, list[float]] = field(default_factory=dict)
+    phase_total: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)
+    chains: int = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How often: `warmup` untimed and `iters` timed iterations."""
+
+    warmup: int
+    iters: int
+
+
+def timed_names(session: Session) -> list[str]:
+    return [phase.name for phase in session.phases if phase.timed]
+
+
+def _us(start_ns: int, end_ns: int) -> float:
+    return (end_ns - start_ns) / NS_PER_US
+
+
+def run_phases(session: Session) -> tuple[dict[str, float], float, float]:
+    """One staged call: microseconds by phase, the sum of gaps between timed phases, and the span without untimed ones.
+
+    An untimed phase is taken out of the span and of the gap that it stands in.
+    """
+    durations: dict[str, float] = {}
+    gap = untimed = 0.0
+    first_start = previous_end = None
+    now = time.perf_counter_ns
+    for phase in session.phases:
+        start = now()
+        phase.fn()
+        end = now()
+        if not phase.timed:
+            untimed += _us(start, end)
+            continue
+        durations[phase.name] = durations.get(phase.name, 0.0) + _us(start, end)
+        if previous_end is None:
+            first_start, untimed = start, 0.0
+        else:
+            gap += _us(previous_end, start) - untimed
+            untimed = 0.0
+        previous_end = end
+    assert first_start is not None and previous_end is not None, "a session has at least one timed phase"
+    return durations, gap, sum(durations.values()) + gap
+
+
+def e2e(session: Session, rendezvous: Callable[[], None], plan: Plan) -> Samples:
+    """Barrier-cold start: rendezvous; start; call; end. The phases come from a second series of as many iterations."""
+    samples = Samples(phases={name: [] for name in timed_names(session)})
+    now = time.perf_counter_ns
+    for iteration in range(plan.warmup + plan.iters):
+        rendezvous()
+        start = now()
+        session.call()
+        end = now()
+        if iteration >= plan.warmup:
+            samples.total.append(_us(start, end))
+    samples.host = list(samples.total)  # on a CPU the callables are the whole of it
+    arrived: list[int] = []
+    session.mark_arrival = lambda: arrived.append(now())  # type: ignore[method-assign]
+    try:
+        for iteration in range(plan.warmup + plan.iters):
+            arrived.clear()
+            rendezvous()
+            start = now()
+            durations, gap, span = run_phases(session)
+            if iteration < plan.warmup:
+                continue
+            for name, duration in durations.items():
+                samples.phases[name].append(duration)
+            samples.gaps.append(gap)
+            samples.phase_total.append(span)
+            if arrived:
+                samples.arrivals.append(_us(start, arrived[0]))
+    finally:
+        del session.mark_arrival
+    return samples
+
+
+def e2e_pipelined(session: Session, rendezvous: Callable[[], None], plan: Plan) -> Samples:
+    """Steady state: chains of calls back to back, one time stamp an iteration boundary and none inside.
+
+    `total` holds the periods of all chains, one chain after the other; phases are a sibling chain's.
+    """
+    calls = max(plan.iters, PIPELINED_MIN_CALLS)
+    samples = Samples(phases={name: [] for name in timed_names(session)}, chains=PIPELINED_CHAINS)
+    now = time.perf_counter_ns
+    for _ in range(plan.warmup):
+        session.call()
+    for _ in range(PIPELINED_CHAINS):
+        rendezvous()
+        stamps = [now()]
+        for _ in range(calls):
+            session.call()
+            stamps.append(now())
+        periods = [_us(start, end) for start, end in zip(stamps, stamps[1:], strict=False)]
+        samples.total.extend(periods[PIPELINED_DROPPED:])
+    samples.host = list(samples.total)
+    rendezvous()
+    for call in range(calls):
+        durations, gap, span = run_phases(session)
+        if call < PIPELINED_DROPPED:
+            continue
+        for name, duration in durations.items():
+            samples.phases[name].append(duration)
+        samples.gaps.append(gap)
+        samples.phase_total.append(span)
+    return samples
+
+
+METHODS = {"e2e": e2e, "e2e_pipelined": e2e_pipelined}

@@ -1,0 +1,199 @@
+"""What each rank runs: `python -m lib.worker`, under torchrun or as a joined rank.
+
+It says hello, gets the cases, runs them in order, and leaves when they are done, when something fails (after saying
+what), or when the coordinator's socket closes.
+"""
+
+from __future__ import annotations
+
+import os
+
+from lib import guard
+
+if __name__ == "__main__" and os.environ.get(guard.PARENT_PID) != str(os.getpid()):
+    guard.die_with_parent(int(os.environ[guard.PARENT_PID]))  # before torch: its import takes seconds
+
+import datetime
+import faulthandler
+import importlib
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+from lib import channel
+from lib.channel import Channel
+from lib.contract import Backend, Engine, Group, Missing, Unsupported
+from lib.wire import unpack_case, unpack_knobs
+
+ORPHAN_EXIT = 3  # the coordinator went away
+FAILED_EXIT = 1
+BEFORE_LEAVING_S = 20.0  # a rank that reported an error waits to be ended, so that its peers' echo comes after it
+
+
+@dataclass
+class Link:
+    """This rank's side of the control socket: what it says, and the thread that listens."""
+
+    link: Channel
+    rank: int
+    phase: str = "start"
+    saved: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def hello(self) -> dict[str, Any]:
+        identity = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid(), "pgid": os.getpgid(0)}
+        self.link.send({"type": "hello", "secret": os.environ[channel.SECRET], **identity})
+        message = self.link.receive()
+        if message is None:
+            os._exit(ORPHAN_EXIT)
+        threading.Thread(target=self._listen, daemon=True).start()
+        return message
+
+    def _listen(self) -> None:
+        while (messages := self.link.receive_ready()) is not None:
+            for message in messages:
+                if message["type"] == "saved":
+                    self.saved.release()
+        os._exit(ORPHAN_EXIT)
+
+    def say_phase(self, case: int, phase: str) -> None:
+        self.phase = phase
+        self.link.send({"type": "phase", "case": case, "phase": phase})
+
+    def say_result(self, case: int, result: dict[str, Any]) -> None:
+        """Returns when the row is on disk."""
+        self.link.send({"type": "result", "case": case, **result})
+        self.saved.acquire()
+
+    def say_error(self, error: BaseException) -> None:
+        status = {Unsupported: "unsupported", Missing: "missing"}.get(type(error), "failed")
+        text = str(error) if status != "failed" else f"{type(error).__name__}: {error}"
+        first_line = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+        self.link.send({"type": "error", "status": status, "text": first_line, "phase": self.phase, "time": time.time()})
+
+    def say_teardown(self, text: str) -> None:
+        self.link.send({"type": "teardown", "text": f"rank {self.rank}: {text}"})
+
+
+def make_group(rank: int, world: int, nodes: int, timeout_s: float) -> Group:
+    import torch
+    import torch.distributed as dist
+
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", timeout=timeout)
+    pg = dist.group.WORLD
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    return Group(rank, world, local_rank, nodes, torch.device("cpu"), pg=pg, host_pg=pg)
+
+
+def share_control_address(rank: int) -> None:
+    """Ranks that an outer launcher started learn from rank 0 where its coordinator listens."""
+    import torch.distributed as dist
+
+    words = [os.environ.get(channel.ADDRESS), os.environ.get(channel.SECRET)] if rank == 0 else [None, None]
+    dist.broadcast_object_list(words, src=0)
+    os.environ[channel.ADDRESS], os.environ[channel.SECRET] = map(str, words)
+
+
+def run_cases(message: dict[str, Any], group: Group, link: Link) -> None:
+    """All cases in order. The engine is opened once a variant; whatever is raised here is a failure of the case."""
+    from lib.measure import measure_case
+
+    knobs = unpack_knobs(message["knobs"])
+    section = importlib.import_module(message["module"]).SECTION
+    engine: Engine | None = None
+    opened: Any = None
+    for index, packed in enumerate(message["cases"]):
+        case = unpack_case(packed)
+        backend: Backend = section.find(case.backend, knobs)
+        if engine is None or opened != case.variant:
+            if engine is not None:
+                close_or_say(engine, "engine", link)
+            link.say_phase(index, "open")
+            capacity = case.problem.at(message["capacity"])
+            engine, opened = backend.open(group, case.variant, capacity, knobs), case.variant
+        result, session = measure_case(case, engine, group, knobs, lambda phase, index=index: link.say_phase(index, phase))
+        if group.rank == 0:
+            link.say_result(index, result)
+        barrier(group)
+        if session is not None:
+            link.phase = "close"
+            close_or_say(session, "session", link)
+        if result["status"] != "ok":
+            return  # a group is not used again after a failure
+        if engine.isolation == "point":
+            break  # the coordinator starts another group for the next point
+    if engine is not None:
+        link.phase = "close"
+        close_or_say(engine, "engine", link)
+    barrier(group)
+
+
+def barrier(group: Group) -> None:
+    import torch.distributed as dist
+
+    dist.barrier(group=group.host_pg)
+
+
+def close_or_say(thing: Any, what: str, link: Link) -> None:
+    """The row is saved by now, so trouble in the tear-down never reaches it; it ends the group."""
+    try:
+        thing.close()
+    except Exception as error:
+        traceback.print_exc()
+        link.say_teardown(f"closing the {what} failed: {type(error).__name__}: {error}; its row stands")
+        raise TearDownError from error
+
+
+class TearDownError(Exception):
+    """After this the group ends; the rows that it made stand."""
+
+
+def main() -> int:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    timeout_s = float(os.environ["MOE_EP_GROUP_TIMEOUT_S"])
+    nodes = int(os.environ["MOE_EP_NODES"])
+    link = message = None
+    if channel.ADDRESS in os.environ:
+        link = Link(Channel.connect(os.environ[channel.ADDRESS]), rank)
+        message = link.hello()
+    try:
+        group = make_group(rank, world, nodes, timeout_s)
+        if os.environ.get("MOE_EP_JOINED") == "1":
+            share_control_address(rank)
+        if link is None:
+            link = Link(Channel.connect(os.environ[channel.ADDRESS]), rank)
+            message = link.hello()
+        assert message is not None
+        run_cases(message, group, link)
+    except Exception as error:
+        if link is not None and not isinstance(error, TearDownError):
+            traceback.print_exc()
+            link.say_error(error)
+        sys.stderr.flush()
+        time.sleep(BEFORE_LEAVING_S)  # the coordinator closes the socket sooner, which ends this process
+        return FAILED_EXIT
+    return leave(link, 0)
+
+
+def leave(link: Link | None, code: int) -> int:
+    import torch.distributed as dist
+
+    if link is not None:
+        link.link.send({"type": "bye"})
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return code
+
+
+if __name__ == "__main__":
+    # os._exit: a library's exit handler must not hang a rank that has said all it had to say.
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

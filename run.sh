@@ -1,0 +1,117 @@
+#!/usr/bin/env bash
+# One row per variant at a fixed TOKENS; run_sweep.sh is the same over SEQ_LENS. Knobs are environment variables:
+# ./run.sh --help lists them, ./run.sh --plan shows every case with its verdict and runs nothing.
+set -euo pipefail
+# shellcheck source=lib/env.sh
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/env.sh"
+
+main() {
+  parse_arguments "$@"
+  find_bare_python
+  check_knobs
+  choose_interpreters
+  if [[ -z $FOLLOWER && ${CHECKED[dry_run]} != 1 ]]; then
+    open_output
+  fi
+  run_sections
+  print_summary
+  combine_statuses ${INTERRUPTED:+"$EXIT_INTERRUPTED"} "${STATUSES[@]}"
+  exit "$REPLY"
+}
+
+parse_arguments() {
+  PREFIX=bench
+  local argument
+  for argument in "$@"; do
+    case $argument in
+      --sweep) PREFIX=sweep ;;
+      --plan) export DRY_RUN=1 ;;
+      -h | --help) find_bare_python && exec "$BARE" -m lib.knobs help ;;
+      *=*) die "$EXIT_USAGE" "$argument: knobs are environment variables, they stand before the command" ;;
+      *) die "$EXIT_USAGE" "$argument: no such option; there are --plan and --help" ;;
+    esac
+  done
+  # With one task a GPU, an outer launcher starts this script once a rank: all join, the first one keeps the files.
+  FOLLOWER=''
+  if is_follower "${RANK:-}" "${LOCAL_WORLD_SIZE:-}" || is_follower "${SLURM_PROCID:-}" "${SLURM_NTASKS_PER_NODE:-}"; then
+    FOLLOWER=1
+    export MOE_EP_FOLLOWER=1
+  fi
+}
+
+# is_follower RANK TASKS_PER_NODE
+is_follower() {
+  [[ $1 =~ ^[1-9][0-9]*$ && $2 =~ ^[1-9][0-9]*$ && $2 != 1 ]]
+}
+
+# CHECKED = what lib.knobs made of the environment; it has said what is wrong when it fails.
+check_knobs() {
+  local said line
+  local -a sweep=()
+  [[ $PREFIX != sweep ]] || sweep=(--sweep)
+  said=$("$BARE" -m lib.knobs check ${sweep[@]+"${sweep[@]}"}) || exit
+  declare -gA CHECKED=()
+  while IFS= read -r line; do
+    CHECKED[${line%%=*}]=${line#*=}
+  done <<<"$said"
+  read -ra SECTIONS <<<"${CHECKED[sections]}"
+  OUT_DIR=${CHECKED[out_dir]}
+}
+
+# PYTHON_OF = the interpreter of each section. The libraries of different sections exclude each other in one.
+choose_interpreters() {
+  local section knob value choose=choose_python
+  [[ ${CHECKED[dry_run]} != 1 ]] || choose=choose_python_for_plan
+  declare -gA PYTHON_OF=()
+  MAIN_PYTHON=''
+  for section in "${SECTIONS[@]}"; do
+    case $section in
+      comm) knob=COMM_PYTHON value=${CHECKED[comm_python]} ;;
+      fi_mega) knob=FI_PYTHON value=${CHECKED[fi_python]} ;;
+      *) knob=PYTHON value=${CHECKED[python]} ;;
+    esac
+    if [[ $value != "${CHECKED[python]}" ]]; then
+      given_python "$knob" "$value" torch numpy
+    elif [[ -n $MAIN_PYTHON ]]; then
+      REPLY=$MAIN_PYTHON
+    else
+      "$choose" "$value"
+      MAIN_PYTHON=$REPLY
+    fi
+    PYTHON_OF[$section]=$REPLY
+  done
+}
+
+# The folder and the stamp of this run's files.
+open_output() {
+  prepare_output_dir
+  trap release_claim EXIT
+  if [[ -n ${CHECKED[resume]} ]]; then
+    resume_stamp "$PREFIX" "${CHECKED[resume]}"
+  else
+    claim_stamp
+  fi
+  export MOE_EP_STAMP=$STAMP
+}
+
+run_sections() {
+  local section
+  export OUT_DIR MOE_EP_PREFIX=$PREFIX
+  STATUSES=()
+  catch_signals
+  for section in "${SECTIONS[@]}"; do
+    run_section "$section" "${PYTHON_OF[$section]}"
+    STATUSES+=("$REPLY")
+  done
+}
+
+print_summary() {
+  local -a files
+  [[ -n $STAMP ]] || return 0
+  files=("$OUT_DIR/${PREFIX}_${STAMP}"_*.csv)
+  if [[ -e ${files[0]} ]]; then
+    "${MAIN_PYTHON:-$BARE}" -m lib.summary "${files[@]}" || say "no table: lib.summary failed; the rows are in $OUT_DIR"
+  fi
+}
+
+main "$@"

@@ -106,10 +106,14 @@ run_sections() {
 }
 
 print_summary() {
-  local -a files
+  local section file
+  local -a files=()
   [[ -n $STAMP ]] || return 0
-  files=("$OUT_DIR/${PREFIX}_${STAMP}"_*.csv)
-  if [[ -e ${files[0]} ]]; then
+  for section in "${SECTIONS[@]}"; do
+    file=$OUT_DIR/${PREFIX}_${STAMP}_$section.csv
+    [[ ! -e $file ]] || files+=("$file")
+  done
+  if [[ ${#files[@]} -gt 0 ]]; then
     "${MAIN_PYTHON:-$BARE}" -m lib.summary "${files[@]}" || say "no table: lib.summary failed; the rows are in $OUT_DIR"
   fi
 }

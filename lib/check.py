@@ -7,7 +7,7 @@ once, and compares. With the same bytes every time, a skipped transfer would fin
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lib import oracle
 from lib.contract import Group, Session
@@ -174,10 +174,10 @@ class Checker:
 
     # -- agreement
 
-    def _gather(self, value: object) -> list:  # type: ignore[type-arg]  # of whatever was given
+    def _gather(self, value: object) -> list[Any]:
         import torch.distributed as dist
 
-        values: list = [None] * self.group.world  # type: ignore[type-arg]
+        values: list[Any] = [None] * self.group.world
         dist.all_gather_object(values, value, group=self.group.host_pg)
         return values
 

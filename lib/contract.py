@@ -56,7 +56,8 @@ class Missing(Exception):  # noqa: N818 - a verdict, not an error
 class Variant:
     """One way to run a backend; everything here but the shape and the timing is fixed for a worker group.
 
-    `name` is `backend[_algo][+layout][+experts][+cached][+suffixes]`; empty strings mean "does not apply".
+    `name` is `backend[_algo][+layout][+experts][+cached][+suffixes]`; empty strings mean "does not apply". `options` is
+    the adapter's own; an upper-case name in it is a knob that this variant exists by, and goes into its repro line.
     """
 
     name: str
@@ -220,5 +221,5 @@ class Backend:
         return {}
 
     def open(self, group: Group, variant: Variant, capacity: Problem, knobs: Knobs) -> Engine:
-        """Once a worker group; `capacity` is the problem at the largest token count. May raise Unsupported or Missing."""
+        """Once a worker group; `capacity` is the problem at its largest point. May raise Unsupported or Missing."""
         raise NotImplementedError

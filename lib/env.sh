@@ -206,24 +206,27 @@ install_requirements() {
     tee -a -- "$2" | show_progress
 }
 
-# One line rewritten in place on a terminal; elsewhere only the lines that announce minutes of silence.
+# One line rewritten in place on a terminal, every second; elsewhere only what announces minutes of silence.
 show_progress() {
-  local line
-  while IFS= read -r line; do
-    line=${line#"${line%%[! ]*}"}
-    case $line in
-      Collecting* | Downloading* | Installing*)
-        if [[ -t 2 ]]; then
-          printf '\r\033[K  %4d s  %.60s' "$SECONDS" "$line" >&2
-        elif [[ $line == *torch-* || $line == Installing* ]]; then
-          printf '  %4d s  %.100s\n' "$SECONDS" "$line" >&2
-        fi
-        ;;
-    esac
+  local line shown='' status
+  while :; do
+    status=0
+    IFS= read -r -t 1 line || status=$?
+    if ((status == 0)); then
+      line=${line#"${line%%[! ]*}"}
+      case $line in
+        Collecting* | Downloading* | Installing*) shown=$line ;;
+        *) continue ;;
+      esac
+      if [[ ! -t 2 && ($line == *torch-* || $line == Installing*) ]]; then
+        printf '  %4d s  %.100s\n' "$SECONDS" "$line" >&2
+      fi
+    elif ((status <= 128)); then
+      break  # the end; above 128: a second without a line
+    fi
+    [[ ! -t 2 ]] || printf '\r\033[K  %4d s  %.60s' "$SECONDS" "$shown" >&2
   done
-  if [[ -t 2 ]]; then
-    printf '\r\033[K' >&2
-  fi
+  [[ ! -t 2 ]] || printf '\r\033[K' >&2
 }
 
 # set_up_failed LOG

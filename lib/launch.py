@@ -215,8 +215,9 @@ class WorkerGroup:
     # -- judging
 
     def _all_left(self) -> bool:
-        finished = len(self.ranks) == self.request.ranks and all(rank.said_bye and rank.gone for rank in self.ranks.values())
-        return finished and self.agent is not None and self.agent.poll() is not None
+        assert self.agent is not None
+        left = self._everyone_said_bye() and all(rank.gone for rank in self.ranks.values())
+        return left and self.agent.poll() is not None
 
     def _dead(self) -> list[int]:
         return [number for number, rank in self.ranks.items() if rank.gone and not rank.said_bye and rank.error is None]
@@ -260,11 +261,13 @@ class WorkerGroup:
         return Failure("failed", f"the worker group's launcher ended with exit code {code}, {heard} (see the log)")
 
     def _timeout(self) -> Failure:
-        phases = ", ".join(f"rank {number} in {rank.phase}" for number, rank in sorted(self.ranks.items())) or "no rank heard of"
+        heard = [f"rank {number} in {rank.phase}" for number, rank in sorted(self.ranks.items())]
+        phases = ", ".join(heard) or "no rank heard of"
         if self.clock == TEARDOWN:
             return Failure("teardown", f"the group did not end within {TEARDOWN_S:g} s of its last row ({phases})")
         knob = "SETUP_TIMEOUT_S" if self.clock == SETUP else "TIMEOUT_S"
-        return Failure("timeout", f"not done within {knob}={self.limit_s:g} s: {phases}; stacks of all ranks are in the log")
+        what = f"not done within {knob}={self.limit_s:g} s"
+        return Failure("timeout", f"{what}: {phases}; stacks of all ranks are in the log")
 
     # -- ending
 

@@ -36,7 +36,7 @@ def _number(env: Mapping[str, str], name: str, default: int = 0) -> int:
 
 
 def detect_launcher(env: Mapping[str, str]) -> Launcher:
-    """torchrun's variables first, then Slurm's; a single task a node is a node launcher, so we are alone on the node."""
+    """torchrun's variables first, then Slurm's. One task a node is a node launcher: we are alone on the node."""
     if env.get("RANK", "").isdigit() and _number(env, "LOCAL_WORLD_SIZE") > 1:
         return Launcher(
             joined=True,
@@ -78,7 +78,7 @@ def joined_problem(launcher: Launcher, gpus: int, env: Mapping[str, str], sectio
         )
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not env.get(name):
-            return f"{name} is not set: {launcher.source} started one task a GPU, and they meet at MASTER_ADDR:MASTER_PORT"
+            return f"{name} is not set: {launcher.source} started one task a GPU; they meet at MASTER_ADDR:MASTER_PORT"
     return ""
 
 

@@ -144,7 +144,8 @@ def visible_gpus(visible: str | None, gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
     chosen: list[Gpu] = []
     for entry in visible.split(","):
         name = entry.strip()
-        found = [gpu for gpu in gpus if name == str(gpu.index) or (name.startswith("GPU-") and gpu.uuid.startswith(name))]
+        by_uuid = name.startswith("GPU-")
+        found = [gpu for gpu in gpus if name == str(gpu.index) or (by_uuid and gpu.uuid.startswith(name))]
         if len(found) != 1:
             break
         chosen.append(found[0])
@@ -204,7 +205,7 @@ def fingerprint(machine: Machine) -> dict[str, object]:
     """What a row's record says of the machine: this allow-list, never the environment."""
     return {
         "device": machine.device,
-        "gpus": [{"name": gpu.name, "sm": f"{gpu.sm[0]}.{gpu.sm[1]}", "memory_bytes": gpu.memory_bytes} for gpu in machine.gpus],
+        "gpus": [{"name": g.name, "sm": f"{g.sm[0]}.{g.sm[1]}", "memory_bytes": g.memory_bytes} for g in machine.gpus],
         "driver": machine.gpus[0].driver if machine.gpus else "",
         "cpu": machine.cpu,
         "cores": machine.cores,

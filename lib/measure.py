@@ -60,7 +60,7 @@ def measure_case(
     half = (knobs.check_repeats + 1) // 2
     wrong = checker.before(half) if case.checked else ""
     if wrong:
-        return {"status": "wrong", "reason": f"before timing: {wrong}", "columns": {"check": "wrong"}, "samples": {}}, session
+        return wrong_result(f"before timing: {wrong}"), session
 
     say_phase("time")
     plan = timing.Plan(knobs.warmup, knobs.iters)
@@ -71,7 +71,7 @@ def measure_case(
     acc = checker.acc_loss_pct()
     everyone = gather(samples, group)
     if wrong:
-        return {"status": "wrong", "reason": f"after timing: {wrong}", "columns": {"check": "wrong"}, "samples": {}}, session
+        return wrong_result(f"after timing: {wrong}"), session
     times = time_columns(case, everyone)
     columns = {
         **times,
@@ -86,6 +86,11 @@ def measure_case(
         "tainted": False,
     }
     return {"status": "ok", "reason": "", "columns": columns, "samples": raw_samples(everyone)}, session
+
+
+def wrong_result(reason: str) -> dict[str, Any]:
+    """A wrong result keeps no figure: it must not be read as a fast one."""
+    return {"status": "wrong", "reason": reason, "columns": {"check": "wrong"}, "samples": {}}
 
 
 def _by_iteration(series: list[list[float]]) -> list[tuple[float, ...]]:
@@ -117,9 +122,7 @@ def time_columns(case: Case, everyone: list[timing.Samples]) -> dict[str, Any]:
     return columns
 
 
-def byte_and_rate_columns(
-    case: Case, session: Session, routing: Routing, times: dict[str, Any]
-) -> dict[str, Any]:
+def byte_and_rate_columns(case: Case, session: Session, routing: Routing, times: dict[str, Any]) -> dict[str, Any]:
     """Bytes and GB/s of each leg from the counted routing, and TFLOP/s of a MoE."""
     copies = traffic.count_copies(routing.topk_idx, case.problem)
     formats = (session.dispatch_format, session.combine_format)
@@ -158,5 +161,6 @@ def raw_samples(everyone: list[timing.Samples]) -> dict[str, Any]:
     if chains > 1:
         series = stats.median_over_ranks(_by_iteration([samples.total for samples in everyone]))
         length = len(series) // chains
-        raw["drift_us"] = [stats.drift_us(series[start : start + length]) for start in range(0, chains * length, length)]
+        starts = range(0, chains * length, length)
+        raw["drift_us"] = [stats.drift_us(series[start : start + length]) for start in starts]
     return raw

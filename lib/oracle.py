@@ -156,7 +156,8 @@ def check_moe(out: torch.Tensor, reference: torch.Tensor, fmt: str) -> str:
     for text, (measure, limit) in measures.items():
         if (wrong := ~(measure <= limit)).any():
             row = int(measure.argmax())
-            return f"token {row} is {text.format(float(measure[row]))}, limit {limit:.3g} for {fmt} ({int(wrong.sum())} such)"
+            said = text.format(float(measure[row]))
+            return f"token {row} is {said}, limit {limit:.3g} for {fmt} ({int(wrong.sum())} such)"
     return ""
 
 

@@ -24,8 +24,8 @@ HARNESS_COPIES = 12  # [T, H] float32 that check and oracle hold beside the sess
 # Knobs that a row's repro line always names, and those that it names if the user gave them.
 ALWAYS = "WARMUP ITERS ROUTING SEED CHECK_REPEATS L2".split()
 IF_GIVEN = (
-    "ITERS_PER_GRAPH EXCLUDE_QUANT MEGA_KNOBS MEGA_IKR MEGA_COMBINE_DTYPE MEGA_ACC PEAKS TRACE PYTHON COMM_PYTHON "
-    "FI_PYTHON SETUP_TIMEOUT_S TIMEOUT_S"
+    "ITERS_PER_GRAPH EXCLUDE_QUANT MEGA_KNOBS MEGA_ACC PEAKS TRACE PYTHON COMM_PYTHON FI_PYTHON "
+    "SETUP_TIMEOUT_S TIMEOUT_S"
 ).split()
 # What makes two cases of one shape different measurements, beside shape, variant and timing.
 MEASURING = "warmup iters iters_per_graph l2 check_repeats mega_acc exclude_quant mega_knobs trace peaks".split()
@@ -90,7 +90,9 @@ def need_bytes(backend: Backend, variant: Variant, problem: Problem) -> int:
     return backend.memory_bytes(variant, problem) + tokens + one_expert
 
 
-def verdict(backend: Backend, variant: Variant, problem: Problem, timing: str, knobs: Knobs, machine: Machine) -> Support:
+def verdict(
+    backend: Backend, variant: Variant, problem: Problem, timing: str, knobs: Knobs, machine: Machine
+) -> Support:
     """skipped (knob), unsupported (hardware, then shape), missing (package): the first that applies."""
     support = backend.supports(variant, machine, problem, knobs)
     if support.status == "skipped":
@@ -130,7 +132,9 @@ def case_key(section: str, variant: Variant, problem: Problem, timing: str, knob
     return f"k{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
-def repro_line(section: Section, backend: Backend, variant: Variant, problem: Problem, timing: str, knobs: Knobs) -> str:
+def repro_line(
+    section: Section, backend: Backend, variant: Variant, problem: Problem, timing: str, knobs: Knobs
+) -> str:
     """One line that makes the same case when it runs in the repository as it stands."""
     text = knobs.as_text()
     words = {"SECTION": section.name, "GPUS": str(knobs.gpus)}
@@ -146,13 +150,14 @@ def repro_line(section: Section, backend: Backend, variant: Variant, problem: Pr
         words["DISPATCH_DTYPE"] = variant.dispatch_dtype
     if variant.num_sms is not None:
         words["NUM_SMS"] = str(variant.num_sms)
+    words |= {name: value for name, value in variant.options if name.isupper()}
     words |= {name: text[name] for name in ALWAYS}
     words |= {name: text[name] for name in IF_GIVEN if name in knobs.given}
     return " ".join(f"{name}={shlex.quote(value) if value else ''}" for name, value in words.items()) + " ./run.sh"
 
 
 def make_plan(section: Section, knobs: Knobs, machine: Machine, sweep: bool) -> list[Case]:
-    """Cases in running order: the points and timings of a variant stand together, so one worker group serves them."""
+    """Cases in running order: the points of a variant stand together, so one worker group serves them."""
     base = base_problem(knobs)
     cases = []
     for backend in section.backends(knobs):
@@ -205,4 +210,7 @@ def plan_lines(cases: Sequence[Case]) -> list[str]:
         for case in cases
     ]
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header) - 1)]
-    return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in [header, *rows]]
+    lines = []
+    for *cells, last in [header, *rows]:
+        lines.append("  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)), last]))
+    return lines

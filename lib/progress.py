@@ -7,7 +7,14 @@ from typing import Any
 
 try:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 except ImportError:  # other people's containers need not have it
     Console = None  # type: ignore[assignment,misc]
 
@@ -41,7 +48,8 @@ class Bar:
     """The same on a terminal."""
 
     def __init__(self, section: str, total: int) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        counts = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        columns = (TextColumn("{task.description}"), BarColumn(), *counts)
         self.progress = Progress(*columns, console=Console(stderr=True), transient=True)
         self.section = section
         self.task: Any = self.progress.add_task(section, total=total)

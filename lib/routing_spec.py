@@ -76,9 +76,10 @@ def check_routing(spec: RoutingSpec, world: int, nodes: int, num_experts: int, t
         return ""
     if num_experts % nodes:
         return f"deepep puts {num_experts} experts into {nodes} equal groups, one a node: it must divide"
-    reach = min(nodes, MAX_GROUPS) * (num_experts // nodes)
+    groups = min(nodes, MAX_GROUPS)
+    reach = groups * (num_experts // nodes)
     if topk > reach:
-        return f"deepep lets a token choose among {reach} experts of {min(nodes, MAX_GROUPS)} nodes, top-{topk} needs more"
+        return f"deepep lets a token choose among the {reach} experts of {groups} nodes, top-{topk} needs more"
     return ""
 
 

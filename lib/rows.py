@@ -18,13 +18,14 @@ from typing import Any
 SCHEMA = 1
 COLUMNS = tuple(
     """
-    schema stamp section variant comm compute_kernel algo timing status reason world nodes tokens num_experts topk hidden
-    inter dispatch_dtype combine_dtype num_sms layout handle transport routing routing_sha load_max_over_mean seed warmup
-    iters iters_per_graph lat_us_p50 lat_us_mean lat_us_min lat_us_p90 lat_us_p99 lat_us_max quant_us dispatch_us experts_us
-    combine_us stage_us forward_us kernel_us host_us gap_us skew_us slowest_rank launch_bound tokens_per_s tflops
-    dispatch_bytes_selection dispatch_bytes_dedup dispatch_bytes_wire combine_bytes_selection combine_bytes_dedup
-    combine_bytes_wire node_bytes_algo node_bytes_physical dispatch_dedup_gbps combine_dedup_gbps dispatch_wire_gbps
-    combine_wire_gbps wire_gbps_min wire_gbps_min_rank sol_us sol_pct sol_bound peak_source acc_loss_pct check graph l2
+    schema stamp section variant comm compute_kernel algo timing status reason world nodes tokens num_experts
+    topk hidden inter dispatch_dtype combine_dtype num_sms layout handle transport routing routing_sha
+    load_max_over_mean seed warmup iters iters_per_graph lat_us_p50 lat_us_mean lat_us_min lat_us_p90 lat_us_p99
+    lat_us_max quant_us dispatch_us experts_us combine_us stage_us forward_us kernel_us host_us gap_us skew_us
+    slowest_rank launch_bound tokens_per_s tflops dispatch_bytes_selection dispatch_bytes_dedup
+    dispatch_bytes_wire combine_bytes_selection combine_bytes_dedup combine_bytes_wire node_bytes_algo
+    node_bytes_physical dispatch_dedup_gbps combine_dedup_gbps dispatch_wire_gbps combine_wire_gbps
+    wire_gbps_min wire_gbps_min_rank sol_us sol_pct sol_bound peak_source acc_loss_pct check graph l2
     quant_included staging_included timer sm_clk_mhz_min throttled contended tainted device versions git repro
     """.split()
 )

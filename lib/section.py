@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from lib.launcher import Launcher, detect_launcher, joined_problem, run_mark
 from lib.machine import Machine, detect_facts, detect_machine, fingerprint
 from lib.plan import Case, Section, groups, make_plan, plan_lines
 from lib.progress import make_progress, say
-from lib.rows import SCHEMA, LockedError, RowFiles, SchemaError, WriteError
+from lib.rows import COLUMNS, SCHEMA, LockedError, RowFiles, SchemaError, WriteError
 from lib.version import git_label
 from lib.wire import pack_case, pack_knobs
 
 OK_EXIT, FAILED_EXIT, USAGE_EXIT, NOTHING_EXIT, LOCKED_EXIT, INTERRUPTED_EXIT = 0, 1, 2, 4, 75, 130
-GROUP_TIMEOUT_MARGIN_S = 60  # the process group's own time-out is longer than both clocks: we want to be the one who speaks
+# The process group's own time-out is longer than both clocks together, so that the coordinator is the one who speaks.
+GROUP_TIMEOUT_MARGIN_S = 60
 RED = ("failed", "wrong", "timeout")
 
 
@@ -59,7 +61,9 @@ class Run:
         self.files.append(row, case.key, record)
         self.statuses[case.key] = status
         latency = columns.get("lat_us_p50")
-        outcome = f"ok, p50 {latency:.1f} us" if status == "ok" and latency else f"{status}{': ' + reason if reason else ''}"
+        outcome = f"{status}: {reason}" if reason else status
+        if status == "ok" and latency:
+            outcome = f"ok, p50 {latency:.1f} us"
         self.log(f"{label(case)}: {outcome}")
         self.progress.case(label(case), outcome)
 
@@ -74,16 +78,20 @@ class Run:
         """What is known of a case without running it."""
         variant, problem, knobs = case.variant, case.problem, self.knobs
         return {
-            **{"schema": SCHEMA, "stamp": self.stamp, "section": self.section.name, "timing": case.timing},
-            **{"variant": variant.name, "comm": variant.comm, "compute_kernel": variant.compute_kernel, "algo": variant.algo},
-            **{"world": problem.world, "nodes": problem.nodes, "tokens": problem.tokens, "num_experts": problem.num_experts},
-            **{"topk": problem.topk, "hidden": problem.hidden, "inter": problem.inter, "routing": problem.routing},
-            **{"dispatch_dtype": variant.dispatch_dtype, "combine_dtype": variant.combine_dtype, "num_sms": variant.num_sms},
-            **{"layout": variant.layout, "handle": variant.handle, "seed": problem.seed},
-            **{"warmup": knobs.warmup, "iters": knobs.iters},
-            **{"iters_per_graph": knobs.iters_per_graph if case.timing == "graph" else None},
-            **{"l2": knobs.l2 if self.machine.gpus else None},
-            **{"device": self.machine.device, "git": self.git, "repro": case.repro},
+            "schema": SCHEMA,
+            "stamp": self.stamp,
+            "section": self.section.name,
+            "variant": variant.name,
+            "timing": case.timing,
+            **{name: value for name, value in asdict(variant).items() if name in COLUMNS},
+            **{name: value for name, value in asdict(problem).items() if name in COLUMNS},
+            "warmup": knobs.warmup,
+            "iters": knobs.iters,
+            "iters_per_graph": knobs.iters_per_graph if case.timing == "graph" else None,
+            "l2": knobs.l2 if self.machine.gpus else None,
+            "device": self.machine.device,
+            "git": self.git,
+            "repro": case.repro,
         }
 
     # -- running
@@ -123,8 +131,8 @@ class Run:
         except Interrupted:
             for case in todo:
                 if case.key not in self.statuses:
-                    status, reason = ("interrupted", "") if case.support.ok else (case.support.status, case.support.reason)
-                    self.write(case, status, reason, {}, {})
+                    status = "interrupted" if case.support.ok else case.support.status
+                    self.write(case, status, case.support.reason, {}, {})
             return INTERRUPTED_EXIT
         return self.exit_code()
 
@@ -232,7 +240,7 @@ def run_section(section: Section) -> int:
         say(f"{error}; the row that could not be saved:")
         say(error.line.rstrip("\n"))
         return FAILED_EXIT
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - a user gets a sentence; DEBUG shows the traceback
         if os.environ.get("DEBUG"):
             traceback.print_exc()
         say(f"{section.name}: internal error: {type(error).__name__}: {error} (DEBUG=1 shows where)")

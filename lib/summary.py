@@ -20,7 +20,7 @@ FIGURES = (
     ("% of light", "sol_pct", 1),
     ("acc %", "acc_loss_pct", 2),
 )
-LABELS = (("variant", "variant"), ("algo", "algo"), ("timing", "timing"), ("tokens", "tokens"), ("dtype", "dispatch_dtype"))
+LABELS = ("variant", "algo", "timing", "tokens", "dispatch_dtype")
 SHAPE = ("world", "num_experts", "topk", "hidden", "inter", "routing")
 REASON_CHARACTERS = 110
 
@@ -33,24 +33,30 @@ def header(rows: list[Row]) -> str:
     return " | ".join(part for part in parts if part)
 
 
+def row_cells(row: Row, labels: list[str], figures: list[tuple[str, str, int]]) -> list[str]:
+    """A row that has a reason shows it where its figures would stand."""
+    named = [row[name] for name in labels] + [row["status"]]
+    if reason := row["reason"]:
+        return [*named, reason if len(reason) <= REASON_CHARACTERS else reason[: REASON_CHARACTERS - 1] + "…"]
+    shown = [f"{float(row[name]):.{digits}f}" if row[name] else "" for _, name, digits in figures]
+    return [*named, *shown, row["check"]]
+
+
 def table_lines(rows: list[Row]) -> list[str]:
     """Columns that say nothing in this table (all blank, or a label that never differs) are left out."""
-    labels = [(title, name) for title, name in LABELS if name == "variant" or len({row[name] for row in rows}) > 1]
+    labels = [name for name in LABELS if name == "variant" or len({row[name] for row in rows}) > 1]
     figures = [figure for figure in FIGURES if any(row[figure[1]] for row in rows)]
-    lines = [[title for title, _ in labels] + ["status"] + [title for title, _, _ in figures] + ["check"]]
-    for row in rows:
-        figure_cells = [f"{float(row[name]):.{digits}f}" if row[name] else "" for _, name, digits in figures]
-        lines.append([row[name] for _, name in labels] + [row["status"], *figure_cells, row["check"]])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    heading = [*labels, "status", *(title for title, _, _ in figures), "check"]
+    lines = [heading] + [row_cells(row, labels, figures) for row in rows]
+    full = [line for line in lines if len(line) == len(heading)]
     left = len(labels) + 1
+    widths = [max(len(line[column]) for line in (lines if column < left else full)) for column in range(len(heading))]
     text = []
-    for line, row in zip(lines, [None, *rows], strict=True):
-        cells = [cell.ljust(width) if column < left else cell.rjust(width) for column, (cell, width) in enumerate(zip(line, widths, strict=True))]
-        if row is not None and row["reason"]:
-            reason = row["reason"]
-            shown = reason if len(reason) <= REASON_CHARACTERS else reason[: REASON_CHARACTERS - 1] + "…"
-            cells = [*cells[:left], shown]
-        text.append("  ".join(cells).rstrip())
+    for line in lines:
+        pairs = list(zip(line, widths, strict=False))
+        cells = [cell.ljust(width) for cell, width in pairs[:left]]
+        rest = [cell.rjust(width) for cell, width in pairs[left:]] if len(line) == len(heading) else line[left:]
+        text.append("  ".join([*cells, *rest]).rstrip())
     return text
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from lib.contract import Session
 
@@ -54,7 +55,7 @@ def run_phases(session: Session) -> tuple[dict[str, float], float, float]:
     """
     durations: dict[str, float] = {}
     gap = untimed = 0.0
-    first_start = previous_end = None
+    previous_end = None
     now = time.perf_counter_ns
     for phase in session.phases:
         start = now()
@@ -65,12 +66,12 @@ def run_phases(session: Session) -> tuple[dict[str, float], float, float]:
             continue
         durations[phase.name] = durations.get(phase.name, 0.0) + _us(start, end)
         if previous_end is None:
-            first_start, untimed = start, 0.0
+            untimed = 0.0
         else:
             gap += _us(previous_end, start) - untimed
             untimed = 0.0
         previous_end = end
-    assert first_start is not None and previous_end is not None, "a session has at least one timed phase"
+    assert previous_end is not None, "a session has at least one timed phase"
     return durations, gap, sum(durations.values()) + gap
 
 
@@ -87,7 +88,7 @@ def e2e(session: Session, rendezvous: Callable[[], None], plan: Plan) -> Samples
             samples.total.append(_us(start, end))
     samples.host = list(samples.total)  # on a CPU the callables are the whole of it
     arrived: list[int] = []
-    session.mark_arrival = lambda: arrived.append(now())  # type: ignore[method-assign]
+    session.mark_arrival = lambda: arrived.append(now())
     try:
         for iteration in range(plan.warmup + plan.iters):
             arrived.clear()
@@ -123,7 +124,7 @@ def e2e_pipelined(session: Session, rendezvous: Callable[[], None], plan: Plan) 
         for _ in range(calls):
             session.call()
             stamps.append(now())
-        periods = [_us(start, end) for start, end in zip(stamps, stamps[1:], strict=False)]
+        periods = [_us(start, end) for start, end in pairwise(stamps)]
         samples.total.extend(periods[PIPELINED_DROPPED:])
     samples.host = list(samples.total)
     rendezvous()

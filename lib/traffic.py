@@ -87,7 +87,7 @@ def count_copies(topk_idx: Ints, problem: Problem) -> Copies:
         hits = _hits(topk_idx[source], problem)
         pairs[source] = hits.sum(axis=0)
         if nodes > 1:
-            node_hits = hits.reshape(-1, nodes, world // nodes).any(axis=2)
+            node_hits = np.asarray(hits.reshape(-1, nodes, world // nodes).any(axis=2))
             node_algo[source] = node_hits.sum()
             node_physical[source] = node_algo[source] - node_hits[:, source // (world // nodes)].sum()
     selection = (topk_idx >= 0).sum(axis=(1, 2)).astype(np.int64)

@@ -23,6 +23,7 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from lib import channel
@@ -70,10 +71,12 @@ class Link:
         self.saved.acquire()
 
     def say_error(self, error: BaseException) -> None:
-        status = {Unsupported: "unsupported", Missing: "missing"}.get(type(error), "failed")
+        verdicts = (("unsupported", Unsupported), ("missing", Missing))
+        status = next((name for name, kind in verdicts if isinstance(error, kind)), "failed")
         text = str(error) if status != "failed" else f"{type(error).__name__}: {error}"
         first_line = text.strip().splitlines()[0] if text.strip() else type(error).__name__
-        self.link.send({"type": "error", "status": status, "text": first_line, "phase": self.phase, "time": time.time()})
+        said = {"status": status, "text": first_line, "phase": self.phase, "time": time.time()}
+        self.link.send({"type": "error", **said})
 
     def say_teardown(self, text: str) -> None:
         self.link.send({"type": "teardown", "text": f"rank {self.rank}: {text}"})
@@ -116,7 +119,7 @@ def run_cases(message: dict[str, Any], group: Group, link: Link) -> None:
             link.say_phase(index, "open")
             capacity = case.problem.at(message["capacity"])
             engine, opened = backend.open(group, case.variant, capacity, knobs), case.variant
-        result, session = measure_case(case, engine, group, knobs, lambda phase, index=index: link.say_phase(index, phase))
+        result, session = measure_case(case, engine, group, knobs, partial(link.say_phase, index))
         if group.rank == 0:
             link.say_result(index, result)
         barrier(group)
@@ -171,7 +174,7 @@ def main() -> int:
             message = link.hello()
         assert message is not None
         run_cases(message, group, link)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever a library raises is reported to the coordinator
         if link is not None and not isinstance(error, TearDownError):
             traceback.print_exc()
             link.say_error(error)

@@ -1,4 +1,4 @@
-"""Knobs against each other, the machine and its files; names that are not knobs. No test looks at this machine's GPUs."""
+"""Knobs against each other, the machine and its files; names that are not knobs. None looks at real GPUs."""
 
 from __future__ import annotations
 

@@ -52,7 +52,8 @@ elif get("HANG"):
         status = 130
 print("ran", name, "by", get("FAKE", "real"), "follower" if get("MOE_EP_FOLLOWER") else "leader", flush=True)
 if get("MOE_EP_STAMP"):
-    path = os.path.join(get("OUT_DIR"), f"{get('MOE_EP_PREFIX')}_{get('MOE_EP_STAMP')}_{name}.csv")
+    section = "vllm_split" if name == "split" else name
+    path = os.path.join(get("OUT_DIR"), f"{get('MOE_EP_PREFIX')}_{get('MOE_EP_STAMP')}_{section}.csv")
     open(path, "a").write(f"{status}\\n")
 os.kill(os.getpid(), -status) if status < 0 else sys.exit(status)
 """
@@ -405,6 +406,11 @@ def test_the_gravest_section_gives_the_exit_status(ready: Clone, ref: int, split
     result = ready.run(SECTION="ref vllm_split comm", **statuses)
     assert result.returncode == run
     assert len(ready.files()) == 3
+
+
+def test_the_table_shows_the_sections_in_the_order_they_were_asked_for(ready: Clone) -> None:
+    table = ready.run(SECTION="vllm_split ref comm").stdout.splitlines()[-1]
+    assert re.findall(r"Z_(\w+)\.csv", table) == ["vllm_split", "ref", "comm"]
 
 
 def test_a_section_that_is_killed_counts_as_failed_and_the_next_one_runs(ready: Clone) -> None:

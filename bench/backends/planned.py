@@ -6,7 +6,7 @@ A library's entry leaves this table when its adapter arrives. Hardware needs are
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lib.contract import OK, Backend, Engine, Group, Support, Unsupported, Variant, unsupported
@@ -79,7 +79,9 @@ MORI = ("mori", "MORI (https://github.com/ROCm/mori)")
 CUTEDSL = ("cutlass", "CUTLASS DSL (pip install nvidia-cutlass-dsl)")
 
 
-def comm_variants(name: str, knobs: Knobs, algo: str = "", fp8: bool = True, sms: bool = True, handle: str = "") -> list[Variant]:
+def comm_variants(
+    name: str, knobs: Knobs, algo: str = "", fp8: bool = True, sms: bool = True, handle: str = ""
+) -> list[Variant]:
     """`name` once a dispatch dtype and SM budget; what the library has no choice of is left as it is."""
     family = name.partition("+")[0]
     comm = family.removesuffix(f"_{algo}") if algo else family
@@ -94,11 +96,8 @@ def deepep(knobs: Knobs) -> list[Variant]:
     found = []
     for algo in knobs.algos:
         if algo == "ht":
-            found += comm_variants("deepep_ht", knobs, "ht")
-            found += [
-                Variant("deepep_ht+cached", "deepep", "", "ht", v.dispatch_dtype, "bf16", v.num_sms, handle="cached")
-                for v in comm_variants("deepep_ht", knobs, "ht")
-            ]
+            fresh = comm_variants("deepep_ht", knobs, "ht")
+            found += fresh + [replace(variant, name="deepep_ht+cached", handle="cached") for variant in fresh]
         else:
             found += comm_variants("deepep_ll", knobs, "ll", sms=False)
     return found
@@ -109,7 +108,8 @@ def deepep_v2(knobs: Knobs) -> list[Variant]:
 
 
 def nccl_ep(knobs: Knobs) -> list[Variant]:
-    return [v for algo in knobs.algos for v in comm_variants(f"nccl_ep_{algo}", knobs, algo, fp8=algo == "ll", sms=False)]
+    found = [comm_variants(f"nccl_ep_{algo}", knobs, algo, fp8=algo == "ll", sms=False) for algo in knobs.algos]
+    return [variant for variants in found for variant in variants]
 
 
 def mscclpp(knobs: Knobs) -> list[Variant]:
@@ -119,9 +119,13 @@ def mscclpp(knobs: Knobs) -> list[Variant]:
 def mori(knobs: Knobs) -> list[Variant]:
     """`intranode` and `v1` have no two modes; `v1_ll` and `async_ll` belong to ll."""
     found = comm_variants("mori+intranode", knobs, sms=False) + comm_variants("mori+v1", knobs, sms=False)
-    if "ll" in knobs.algos:
-        found += [v for kernel in ("v1_ll", "async_ll") for v in comm_variants(f"mori+{kernel}", knobs, "ll", sms=False)]
+    for kernel in ("v1_ll", "async_ll") if "ll" in knobs.algos else ():
+        found += comm_variants(f"mori+{kernel}", knobs, "ll", sms=False)
     return found
+
+
+def flashinfer(knobs: Knobs) -> list[Variant]:
+    return comm_variants("flashinfer", knobs, fp8=False, sms=False)
 
 
 def comm_backends() -> list[Backend]:
@@ -129,9 +133,7 @@ def comm_backends() -> list[Backend]:
         PlannedBackend("deepep", "deepep", Needs(packages=(DEEPEP,)), deepep),
         PlannedBackend("deepep_v2", "deepep_v2", Needs(packages=(DEEPEP,)), deepep_v2),
         PlannedBackend("nccl_ep", "nccl_ep", Needs(packages=(NCCL_EP,)), nccl_ep),
-        PlannedBackend(
-            "flashinfer", "flashinfer", Needs(packages=(FLASHINFER,)), lambda knobs: comm_variants("flashinfer", knobs, fp8=False, sms=False)
-        ),
+        PlannedBackend("flashinfer", "flashinfer", Needs(packages=(FLASHINFER,)), flashinfer),
         PlannedBackend("mscclpp", "mscclpp", Needs(packages=(MSCCLPP,)), mscclpp),
         PlannedBackend("mori", "mori", Needs(vendor="rocm", packages=(MORI,)), mori),
     ]
@@ -145,8 +147,8 @@ def ref_backends() -> list[Backend]:
 def split_variants(experts: str, knobs: Knobs) -> list[Variant]:
     found = []
     for algo in knobs.algos:
-        refused = "ALGO=ll delivers batched experts, which trtllm does not take" if (algo, experts) == ("ll", "trtllm") else ""
-        options = (("unsupported", refused),) if refused else ()
+        refused = (algo, experts) == ("ll", "trtllm")
+        options = (("unsupported", "ALGO=ll delivers batched experts, which trtllm does not take"),) if refused else ()
         found.append(Variant(f"deepep_{algo}+{experts}", "deepep", experts, algo, "fp8", "bf16", options=options))
     return found
 
@@ -164,7 +166,7 @@ def split_backends() -> list[Backend]:
 
 
 def vllm_mega_variants(knobs: Knobs) -> list[Variant]:
-    left_out = not knobs.vllm_mega and len(knobs.sections) > 1
+    left_out = not knobs.vllm_mega and knobs.all_sections
     options = (("skipped", "VLLM_MEGA=0"),) if left_out else ()
     return [Variant("vllm_deep_gemm_mega", "vllm", "deep_gemm_mega", "", "fp8", "bf16", options=options)]
 
@@ -176,13 +178,15 @@ def vllm_mega_backends() -> list[Backend]:
 
 def fi_mega_variants(name: str, knobs: Knobs) -> list[Variant]:
     """MEGA_IKR is the cutedsl pair's, MEGA_COMBINE_DTYPE nvfp4's; the other backends stay as they are."""
+    options: tuple[tuple[str, str], ...] = ()
     suffix, combine = "", "bf16"
     if knobs.mega_ikr and name in ("mxfp8_cutedsl", "nvfp4_cutedsl"):
-        suffix = "+ikr"
-    if knobs.mega_combine_dtype != "bf16" and name == "nvfp4_cutedsl":
-        suffix, combine = f"+combine_{knobs.mega_combine_dtype}", knobs.mega_combine_dtype
+        suffix, options = "+ikr", (("MEGA_IKR", "1"),)
+    elif knobs.mega_combine_dtype != "bf16" and name == "nvfp4_cutedsl":
+        combine = knobs.mega_combine_dtype
+        suffix, options = f"+combine_{combine}", (("MEGA_COMBINE_DTYPE", combine),)
     dtype = {"mxfp8_cutedsl": "mxfp8", "nvfp4_cutedsl": "nvfp4"}.get(name, "fp8")
-    return [Variant(f"{name}{suffix}", "flashinfer", f"{name}{suffix}", "", dtype, combine)]
+    return [Variant(f"{name}{suffix}", "flashinfer", f"{name}{suffix}", "", dtype, combine, options=options)]
 
 
 def fi_mega_backends() -> list[Backend]:

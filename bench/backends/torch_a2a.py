@@ -7,6 +7,7 @@ exchanged first and read by the host, so dispatch blocks it. In section comm the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lib.contract import Backend, Engine, Group, Phase, Received, Session, Support, Variant, unsupported
@@ -235,15 +236,16 @@ class TorchBackend(Backend):
     def variants(self, knobs: Knobs) -> list[Variant]:
         dtypes = ("bf16",) if self.with_experts else knobs.dispatch_dtype
         kernel = "torch_grouped_mm" if self.with_experts else ""
-        fixed = {"comm": "torch", "compute_kernel": kernel, "combine_dtype": "bf16", "layout": "token_major"}
-        return [Variant(self.name, dispatch_dtype=dtype, **fixed) for dtype in dtypes]
+        base = Variant(self.name, comm="torch", compute_kernel=kernel, combine_dtype="bf16", layout="token_major")
+        return [replace(base, dispatch_dtype=dtype) for dtype in dtypes]
 
     def supports(self, variant: Variant, machine: Machine, problem: Problem, knobs: Knobs) -> Support:
         if machine.gpus:
             why = unsupported("GPU timers are not in this version; CUDA_VISIBLE_DEVICES= measures the CPU")
             return needs_packages(machine, PACKAGES, why)
         if variant.dispatch_dtype == "fp8" and problem.hidden % SCALE_BLOCK:
-            return unsupported(f"HIDDEN={problem.hidden} is not a multiple of {SCALE_BLOCK}, the columns of one fp8 scale")
+            why = unsupported(f"HIDDEN={problem.hidden} is not a multiple of {SCALE_BLOCK} (columns of one fp8 scale)")
+            return needs_packages(machine, PACKAGES, why)
         return needs_packages(machine, PACKAGES)
 
     def memory_bytes(self, variant: Variant, problem: Problem) -> int:

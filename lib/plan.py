@@ -95,17 +95,19 @@ def verdict(
 ) -> Support:
     """skipped (knob), unsupported (hardware, then shape), missing (package): the first that applies."""
     support = backend.supports(variant, machine, problem, knobs)
-    if support.status == "skipped":
+    if support.status in ("skipped", "unsupported"):
         return support
-    if support.ok and machine.vendor == "cpu" and timing not in CPU_TIMINGS:
-        return unsupported(f"TIMING={timing} needs a GPU; on a CPU there are {' and '.join(CPU_TIMINGS)}")
-    need, there = need_bytes(backend, variant, problem), machine.rank_bytes(knobs.gpus)
-    if support.ok and need > there:
-        return unsupported(
+    need, there, why = need_bytes(backend, variant, problem), machine.rank_bytes(knobs.gpus), ""
+    if machine.vendor == "cpu" and timing not in CPU_TIMINGS:
+        why = f"TIMING={timing} needs a GPU; on a CPU there are {' and '.join(CPU_TIMINGS)}"
+    elif need > there:
+        why = (
             f"needs {need / GB:.1f} GB a rank, {there / GB:.1f} GB is free (TOKENS={problem.tokens} "
             f"NUM_EXPERTS={problem.num_experts} HIDDEN={problem.hidden} INTER={problem.inter})"
         )
-    return support
+    if not why:
+        return support
+    return unsupported(f"{why}; {support.reason}" if support.reason else why)
 
 
 def needs_packages(machine: Machine, packages: dict[str, str], why: Support = OK) -> Support:

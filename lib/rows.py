@@ -86,9 +86,8 @@ def _append(path: Path, descriptor: int, text: str) -> None:
     size = os.fstat(descriptor).st_size
     data = text.encode()
     try:
-        written = os.write(descriptor, data)
-        if written < len(data):
-            os.write(descriptor, data[written:])  # the second write of a full disk tells why
+        while data:  # a full disk may take a part first; the next write then tells why
+            data = data[os.write(descriptor, data) :]
         os.fsync(descriptor)
     except OSError as error:
         os.ftruncate(descriptor, size)
@@ -173,8 +172,9 @@ class RowFiles:
 
     def append(self, row: Mapping[str, object], key: str, record: Mapping[str, object]) -> None:
         """Save one row. Raises WriteError when the disk refuses it."""
-        _append(self.jsonl, self._jsonl, record_line({"key": key, "row": row, **record}))
-        _append(self.csv, self._csv, csv_line(row))
+        whole, line = record_line({"key": key, "row": row, **record}), csv_line(row)  # a bad value saves neither
+        _append(self.jsonl, self._jsonl, whole)
+        _append(self.csv, self._csv, line)
         self.done.add(key)
 
     def close(self) -> None:

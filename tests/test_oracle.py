@@ -1,4 +1,4 @@
-"""The verdicts pass what is right and trip on what is wrong, one element at a time."""
+"""A right combine and a right MoE pass; what is wrong trips, one element, term or weight at a time."""
 
 from __future__ import annotations
 
@@ -9,223 +9,11 @@ import pytest
 import torch
 
 from lib import formats, oracle
-from lib.contract import Received
 from lib.problem import Problem, expert_weights, token_payload
-from lib.routing import Routing, make_routing
+from lib.routing import make_routing
 
 CPU = torch.device("cpu")
 PROBLEM = Problem(world=2, nodes=1, tokens=24, num_experts=8, topk=3, hidden=256, inter=64, seed=3, routing="mask=0.2")
-SALT = 5
-
-
-# -- the encoded payload
-
-
-def test_a_payload_row_says_whose_it_is() -> None:
-    ranks, tokens = torch.tensor([0, 7, 4095]), torch.tensor([0, 8191, 262143])
-    rank, token = oracle.decode_rows(oracle.encoded_rows(ranks, tokens, 256, SALT))
-    assert (rank.tolist(), token.tolist()) == (ranks.tolist(), tokens.tolist())
-
-
-def test_any_rank_regenerates_any_slice_of_the_payload() -> None:
-    whole = oracle.encoded_payload(PROBLEM, 1, 24, SALT, CPU)
-    part = oracle.encoded_payload(PROBLEM, 1, 4, SALT, CPU, first_token=20)
-    assert torch.equal(whole[20:], part)
-    assert whole.dtype == torch.bfloat16
-    assert whole.abs().max() == oracle_max()
-
-
-def oracle_max() -> int:
-    from lib.dispatch_oracle import PAYLOAD_MAX
-
-    return PAYLOAD_MAX
-
-
-def test_the_payload_has_these_values_on_every_machine() -> None:
-    row = oracle.encoded_rows(torch.tensor([3]), torch.tensor([77]), 32, SALT)[0]
-    assert row.tolist()[:10] == [3, 0, 0, 0, 5, 1, 1, 0, 0, 0]
-    assert row.int().tolist()[10:] == GOLDEN_PATTERN
-
-
-GOLDEN_PATTERN = [0] * 22
-
-
-def test_another_salt_rank_or_token_changes_most_of_the_row() -> None:
-    one = torch.tensor([1])
-    base = oracle.encoded_rows(one, one, 4096, SALT)
-    for other in (
-        oracle.encoded_rows(one, one, 4096, SALT + 1),
-        oracle.encoded_rows(one + 1, one, 4096, SALT),
-        oracle.encoded_rows(one, one + 1, 4096, SALT),
-    ):
-        assert (base != other).float().mean() > 0.8
-
-
-@pytest.mark.parametrize("fmt", ["fp8", "fp8_rowwise", "mxfp8"])
-def test_the_payload_survives_eight_bit_formats_without_loss(fmt: str) -> None:
-    rows = oracle.encoded_payload(PROBLEM, 1, 24, SALT, CPU)
-    assert torch.equal(formats.roundtrip(fmt, rows), rows.float())
-
-
-# -- dispatch
-
-
-def arrived(rank: int, per_selection: bool = False, fmt: str = "bf16", routing: Routing | None = None) -> Received:
-    """What a right dispatch brings to `rank`, by a loop; in reverse order, since no order is promised."""
-    routing = routing or make_routing(PROBLEM)
-    low, high = rank * PROBLEM.local_experts, (rank + 1) * PROBLEM.local_experts
-    copies: list[tuple[int, int, list[int], list[float]]] = []
-    for source in range(PROBLEM.world):
-        for token in range(PROBLEM.tokens):
-            here = [
-                (int(e), float(w))
-                for e, w in zip(routing.topk_idx[source, token], routing.topk_weights[source, token], strict=True)
-                if low <= e < high
-            ]
-            if per_selection:
-                copies += [(source, token, [e], [w]) for e, w in here]
-            elif here:
-                padded = here + [(-1, 0.0)] * (PROBLEM.topk - len(here))
-                copies.append((source, token, [e for e, _ in padded], [w for _, w in padded]))
-    copies.reverse()
-    ranks, tokens = torch.tensor([c[0] for c in copies]), torch.tensor([c[1] for c in copies])
-    sent = formats.quantize(fmt, oracle.encoded_rows(ranks, tokens, PROBLEM.hidden, SALT))
-    experts, weights = torch.tensor([c[2] for c in copies]), torch.tensor([c[3] for c in copies])
-    return Received(sent.values, ranks, tokens, experts, weights, sent.scales, fmt)
-
-
-def verdict(received: Received, rank: int = 1, salt: int = SALT) -> str:
-    return oracle.check_dispatch(received, make_routing(PROBLEM), PROBLEM, rank, salt)
-
-
-def without(received: Received, row: int, again: int | None = None) -> Received:
-    """The same without one row, or with another one in its place."""
-    index = [i for i in range(len(received.rows)) if i != row] + ([again] if again is not None else [])
-    fields = ("rows", "source_rank", "source_token", "experts", "weights", "scales")
-    picked = {name: getattr(received, name) for name in fields}
-    return replace(received, **{name: None if t is None else t[index] for name, t in picked.items()})
-
-
-LAYOUTS = pytest.mark.parametrize("per_selection", [False, True], ids=["once a rank", "once a selection"])
-
-
-@LAYOUTS
-@pytest.mark.parametrize("fmt", ["bf16", "fp8", "mxfp8"])
-def test_a_right_dispatch_passes(per_selection: bool, fmt: str) -> None:
-    for rank in range(PROBLEM.world):
-        assert verdict(arrived(rank, per_selection, fmt), rank) == ""
-
-
-def test_a_right_dispatch_passes_without_source_tokens_and_weights() -> None:
-    assert verdict(replace(arrived(1, fmt="fp8"), source_token=None, weights=None)) == ""
-
-
-def test_a_library_that_shows_no_tokens_cannot_swap_two_rows() -> None:
-    received = replace(arrived(1), source_token=None)
-    received.rows[[0, 1]] = received.rows[[1, 0]]
-    assert verdict(received) != ""
-
-
-@LAYOUTS
-def test_a_missing_copy_is_named(per_selection: bool) -> None:
-    received = arrived(1, per_selection)
-    assert received.source_token is not None
-    lost = f"token {int(received.source_token[4])} of rank {int(received.source_rank[4])}"
-    assert lost in verdict(without(received, 4))
-    assert "did not come" in verdict(without(received, 4))
-
-
-@LAYOUTS
-def test_a_copy_that_came_twice_trips(per_selection: bool) -> None:
-    received = arrived(1, per_selection)
-    doubled = without(received, len(received.rows), again=3)
-    assert "came twice" in verdict(doubled)
-
-
-def test_a_copy_meant_for_another_rank_trips() -> None:
-    assert "which is not here" in verdict(arrived(0), rank=1)
-
-
-def test_a_copy_that_nobody_chose_trips() -> None:
-    routing = make_routing(PROBLEM)
-    local = (routing.topk_idx >= PROBLEM.local_experts).any(axis=2)
-    source, token = (int(i[0]) for i in (~local).nonzero())
-    received = arrived(1)
-    assert received.source_token is not None
-    received.source_rank[0], received.source_token[0] = source, token
-    assert f"token {token} of rank {source} came uninvited" in verdict(without(received, len(received.rows), again=1)) or (
-        "did not come" in verdict(received)
-    )
-
-
-@LAYOUTS
-@pytest.mark.parametrize("fmt", ["bf16", "fp8"])
-@pytest.mark.parametrize("column", [0, 100, 255])
-def test_one_corrupted_element_trips(per_selection: bool, fmt: str, column: int) -> None:
-    received = arrived(1, per_selection, fmt)
-    bits = received.rows.view(torch.int16 if fmt == "bf16" else torch.uint8)
-    bits[2, column] ^= 1
-    assert f"at value {column}" in verdict(received)
-
-
-def test_one_corrupted_scale_trips() -> None:
-    received = arrived(1, fmt="fp8")
-    assert received.scales is not None
-    received.scales[0, 1] *= 1 + 2**-20
-    assert "at scale 1" in verdict(received)
-
-
-def test_yesterdays_payload_trips() -> None:
-    assert "at value" in verdict(arrived(1), salt=SALT + 1)
-
-
-def test_poison_trips() -> None:
-    received = arrived(1)
-    received.rows[1, 30] = float("nan")
-    assert "nan" in verdict(received)
-
-
-@LAYOUTS
-def test_a_wrong_weight_trips_to_the_last_bit(per_selection: bool) -> None:
-    received = arrived(1, per_selection)
-    assert received.weights is not None
-    received.weights.view(torch.int32)[0, 0] ^= 1
-    assert "weight" in verdict(received)
-
-
-def test_a_wrong_expert_trips() -> None:
-    received = arrived(1)
-    experts = received.experts[0]
-    absent = next(e for e in range(PROBLEM.local_experts, PROBLEM.num_experts) if e not in experts.tolist())
-    received.experts[0, int((experts >= 0).nonzero()[0, 0])] = absent
-    assert "came for the experts" in verdict(received)
-
-
-@pytest.mark.parametrize("source", [-1, PROBLEM.world])
-def test_a_source_that_does_not_exist_trips(source: int) -> None:
-    received = arrived(1)
-    received.source_rank[0] = source
-    assert "does not exist" in verdict(received)
-
-
-def test_shapes_dtypes_and_scales_that_do_not_fit_are_sentences() -> None:
-    received = arrived(1, fmt="fp8")
-    assert "without scales" in verdict(replace(received, scales=None))
-    assert "the received values are" in verdict(replace(received, rows=received.rows.float()))
-    assert "shape" in verdict(replace(received, experts=received.experts[:-1]))
-    assert "unknown format" in verdict(replace(received, format="fp9"))
-
-
-def test_nothing_sent_and_nothing_received_passes() -> None:
-    empty = Problem(2, 1, 0, 8, 3, 256, 64, 3, "uniform")
-    received = Received(
-        torch.empty(0, 256, dtype=torch.bfloat16),
-        torch.empty(0, dtype=torch.int64),
-        torch.empty(0, dtype=torch.int64),
-        torch.empty(0, 3, dtype=torch.int64),
-        torch.empty(0, 3),
-    )
-    assert oracle.check_dispatch(received, make_routing(empty), empty, 0, SALT) == ""
 
 
 # -- combine
@@ -346,12 +134,137 @@ def test_the_reference_restores_the_precision_that_it_found() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-def headroom(out: torch.Tensor, reference: torch.Tensor, fmt: str) -> float:
+def headroom(out: torch.Tensor, reference: torch.Tensor, fmt: str, wire: str = "bf16") -> float:
     """The largest share of a limit that is used up."""
-    limits, error = oracle.LIMITS[fmt], out.float() - reference
+    limits, error = oracle.LIMITS[fmt].with_wire(oracle.WIRE_LIMITS[wire]), out.float() - reference
     energy = reference.square().mean(1)
     return max(
         float((error.abs().amax(1) / energy.sqrt()).max()) / limits.largest,
         float((error.square().mean(1) / energy).sqrt().max()) / limits.rms,
         float(((error * reference).mean(1) / energy).abs().max()) / limits.gain(out.shape[1]),
     )
+
+
+@pytest.mark.parametrize(
+    ("fmt", "wire"),
+    [(fmt, "bf16") for fmt in FORMATS] + [("mxfp8", "mxfp8"), ("nvfp4", "mxfp8"), ("nvfp4", "nvfp4_wire")],
+)
+def test_a_correct_kernel_uses_at_most_half_of_each_limit(fmt: str, wire: str) -> None:
+    for problem in (MOE, replace(MOE, topk=1), replace(MOE, num_experts=8, topk=2, hidden=128, inter=64)):
+        x, ids, weights = layer(problem)
+        reference = oracle.moe_reference(problem, x, ids, weights, CPU, operand_format=fmt)
+        out = simulated_kernel(problem, x, ids, weights, fmt, wire)
+        assert oracle.check_moe(out, reference, fmt, wire) == ""
+        assert headroom(out, reference, fmt, wire) <= 0.5
+
+
+def swapped(ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The expert of least weight is another one that the token did not choose."""
+    row, slot = 5, int(weights[5].argmin())
+    ids[row, slot] = next(e for e in range(MOE.num_experts) if e not in ids[row].tolist())
+    return ids, weights
+
+
+def dropped(ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token loses its strongest expert."""
+    ids[5, int(weights[5].argmax())] = -1
+    return ids, weights
+
+
+def dropped_weakest_everywhere(ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return ids.scatter(1, weights.argmin(1, keepdim=True), -1), weights
+
+
+def wrong_weight_everywhere(ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's largest gate weight is 10 % too large."""
+    slot = weights.argmax(1, keepdim=True)
+    return ids, weights.scatter(1, slot, 1.1 * weights.gather(1, slot))
+
+
+Fault = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def verdict_with(fault: Fault, fmt: str, problem: Problem = MOE) -> str:
+    x, ids, weights = layer(problem)
+    reference = oracle.moe_reference(problem, x, ids, weights, CPU, operand_format=fmt)
+    return oracle.check_moe(simulated_kernel(problem, x, *fault(ids.clone(), weights.clone()), fmt), reference, fmt)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fault", [swapped, dropped, dropped_weakest_everywhere])
+def test_a_wrong_expert_and_a_lost_term_trip_in_every_format(fault: Fault, fmt: str) -> None:
+    assert "of its rms" in verdict_with(fault, fmt)
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt != "nvfp4"])
+def test_a_gate_weight_that_is_off_by_a_tenth_trips(fmt: str) -> None:
+    assert verdict_with(wrong_weight_everywhere, fmt) != ""
+
+
+def test_four_bits_hide_a_tenth_of_a_gate_weight_in_short_rows_but_not_in_long_ones() -> None:
+    assert verdict_with(wrong_weight_everywhere, "nvfp4", replace(MOE, hidden=128)) == ""
+    long_rows = replace(MOE, tokens=16, hidden=4096, inter=128)
+    assert "scaled by" in verdict_with(wrong_weight_everywhere, "nvfp4", long_rows)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_one_element_and_nan_and_a_stale_output_trip(fmt: str) -> None:
+    x, ids, weights = layer(MOE)
+    reference = oracle.moe_reference(MOE, x, ids, weights, CPU, operand_format=fmt)
+    out = simulated_kernel(MOE, x, ids, weights, fmt)
+    spoilt = out.clone()
+    spoilt[9, 17] += 1.6 * oracle.LIMITS[fmt].largest * reference[9].square().mean().sqrt()
+    assert "token 9" in oracle.check_moe(spoilt, reference, fmt)
+    spoilt[9, 17] = float("nan")
+    assert "not finite" in oracle.check_moe(spoilt, reference, fmt)
+    assert oracle.check_moe(out.roll(1, 0), reference, fmt) != ""
+    assert oracle.check_moe(torch.zeros_like(out), reference, fmt) != ""
+    assert "shape" in oracle.check_moe(out[:-1], reference, fmt)
+    assert "not finite" in oracle.check_moe(out, reference * float("nan"), fmt)
+
+
+def test_operands_of_another_format_than_the_kernels_trip() -> None:
+    x, ids, weights = layer(MOE)
+    out = simulated_kernel(MOE, x, ids, weights, "fp8")
+    assert oracle.check_moe(out, oracle.moe_reference(MOE, x, ids, weights, CPU, operand_format="mxfp8"), "bf16") != ""
+    assert oracle.check_moe(out, oracle.moe_reference(MOE, x, ids, weights, CPU, operand_format="nvfp4"), "fp8") != ""
+
+
+def test_a_token_masked_whole_must_be_zero_and_no_row_is_divided_by_zero() -> None:
+    x, ids, weights = layer(MOE)
+    ids[2], weights[2] = -1, 0
+    reference = oracle.moe_reference(MOE, x, ids, weights, CPU, operand_format="bf16")
+    out = simulated_kernel(MOE, x, ids, weights, "bf16")
+    assert oracle.check_moe(out, reference, "bf16") == ""
+    out[2, 3] = 1e-30
+    assert "token 2 is masked whole" in oracle.check_moe(out, reference, "bf16")
+
+
+def test_no_tokens_pass_and_unknown_formats_are_sentences() -> None:
+    nothing = torch.zeros(0, 512)
+    assert oracle.check_moe(nothing, nothing, "fp8") == ""
+    assert oracle.check_combine(nothing.bfloat16(), nothing.bfloat16(), torch.zeros(0, 4)) == ""
+    one = torch.ones(1, 512)
+    assert "no tolerance" in oracle.check_moe(one, one, "fp9")
+    assert "no tolerance" in oracle.check_combine(one, one, torch.ones(1, 1), "fp9")
+    with pytest.raises(ValueError, match="fp9"):
+        oracle.moe_reference(MOE, *layer(MOE), CPU, operand_format="fp9")
+
+
+@pytest.mark.parametrize(
+    ("fmt", "low", "high"), [("bf16", 0.2, 0.6), ("fp8", 5.5, 7), ("mxfp8", 6, 7), ("nvfp4", 22, 25)]
+)
+def test_the_accuracy_loss_is_that_of_the_format(fmt: str, low: float, high: float) -> None:
+    x, ids, weights = layer(MOE)
+    masters = oracle.moe_reference(MOE, x, ids, weights, CPU)
+    out = simulated_kernel(MOE, x, ids, weights, fmt)
+    half = MOE.tokens // 2
+    parts = [(out[:half], masters[:half]), (out[half:], masters[half:])]
+    terms = [oracle.acc_loss_pct_terms(*part) for part in parts]
+    loss = oracle.acc_loss_pct(sum(num for num, _ in terms), sum(den for _, den in terms))
+    assert loss == pytest.approx(100 * float((out.float() - masters).norm() / masters.norm()), rel=1e-5)
+    assert low < loss < high
+
+
+def test_there_is_no_accuracy_loss_without_a_reference() -> None:
+    assert oracle.acc_loss_pct(0.0, 0.0) is None

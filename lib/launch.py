@@ -188,7 +188,8 @@ class WorkerGroup:
         number = int(message["rank"])
         self.ranks[number] = Rank(hello=message)
         self.selector.modify(link, selectors.EVENT_READ, number)
-        link.send(self.request.message)
+        with contextlib.suppress(OSError):  # a rank that is gone is heard of by its closed socket
+            link.send(self.request.message)
         return number
 
     def _message(self, link: Channel, number: int, message: dict[str, Any]) -> None:
@@ -203,7 +204,7 @@ class WorkerGroup:
             self.events.result(message["case"], message)
             self.current = message["case"] + 1
             self._restart_clock(SETUP if self.current < len(self.request.message["cases"]) else TEARDOWN)
-            with contextlib.suppress(OSError):  # a rank that is gone is heard of by its closed socket
+            with contextlib.suppress(OSError):
                 link.send({"type": "saved", "case": message["case"]})
         elif kind == "error":
             rank.error = message

@@ -110,5 +110,6 @@ def tensor_digest(tensors: list[torch.Tensor]) -> str:
 
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
-        digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        flat = tensor.contiguous().flatten()  # first flat: the view of an empty matrix needs a stride that it lacks
+        digest.update(flat.view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -5,6 +5,7 @@ It creates no GPU context and imports no library that is measured; standard libr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -103,7 +104,11 @@ class Run:
         with self.files.log.open("ab", buffering=0) as self.log_file:
             try:
                 self._log_header()
-                for notice in [*self.knobs.notices, *self.files.notices]:
+                # run.sh has shown the knobs' notices once for all sections
+                tell = self.log if "MOE_EP_STAMP" in os.environ else self.note
+                for notice in self.knobs.notices:
+                    tell(notice)
+                for notice in self.files.notices:
                     self.note(notice)
                 todo = [case for case in self.cases if case.key not in self.files.done]
                 if len(todo) < len(self.cases):
@@ -114,7 +119,8 @@ class Run:
                 self.files.close()
 
     def _log_header(self) -> None:
-        given = {name: self.knobs.as_text()[name] for name in sorted(self.knobs.given)}
+        text = self.knobs.as_text()
+        given = {name: text.get(name, "") for name in sorted(self.knobs.given)}
         self.log(f"run {self.stamp}, section {self.section.name}, {len(self.cases)} cases, code {self.git}")
         self.log(f"machine {json.dumps(self.fingerprint)}")
         self.log(f"knobs given {json.dumps(given)}")
@@ -261,7 +267,9 @@ def _run_section(section: Section) -> int:
         return launch.follow(launcher, worker_environment(knobs, machine))
     cases = make_plan(section, knobs, machine, sweep)
     if knobs.dry_run:
-        sys.stdout.write(f"{section.name}: {len(cases)} cases on {machine.device}\n")
-        sys.stdout.write("\n".join(plan_lines(cases)) + "\n")
+        text = [f"{section.name}: {len(cases)} cases on {machine.device}", *plan_lines(cases)]
+        with contextlib.suppress(BrokenPipeError):  # `| head` has seen enough
+            sys.stdout.write("\n".join(text) + "\n")
+            sys.stdout.flush()
         return OK_EXIT
     return Run(section, knobs, machine, launcher, cases).execute()

@@ -52,6 +52,13 @@ def test_another_salt_rank_or_token_changes_most_of_the_row() -> None:
         assert (base != other).float().mean() > 0.8
 
 
+@pytest.mark.gpu
+def test_a_gpu_makes_the_same_payload() -> None:
+    ranks, tokens = torch.arange(512) % 37, torch.arange(512) * 97
+    here, there = (oracle.encoded_rows(ranks.to(d), tokens.to(d), 7168, SALT) for d in ("cpu", "cuda"))
+    assert torch.equal(here, there.cpu())
+
+
 @pytest.mark.parametrize("fmt", ["fp8", "fp8_rowwise", "mxfp8"])
 def test_the_payload_survives_eight_bit_formats_without_loss(fmt: str) -> None:
     rows = oracle.encoded_payload(PROBLEM, 1, 24, SALT, CPU)

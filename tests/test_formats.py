@@ -34,7 +34,7 @@ def test_fp8_has_one_fp32_scale_per_128_which_is_amax_over_448() -> None:
     assert q.scales is not None
     assert q.scales[0, 0] == 1
     assert q.scales[1, 1] == 0.875 / 448
-    assert q.values[0, 5:7].tolist() == [448.0, 104.0 - 8.0 + 8.0 * (100 >= 100)]  # step 8 there: a tie goes to even
+    assert q.values[0, 5:7].tolist() == [448.0, 96.0]  # steps of 8 there: a tie goes to even
     assert q.values[1, 200] == -448
 
 
@@ -49,9 +49,9 @@ def test_fp8_blocks_of_weights_are_128_by_128_with_ragged_edges() -> None:
     x[129, 299], x[0, 0] = 896.0, 1792.0
     q = formats.quantize("fp8_block", x)
     assert q.scales is not None
-    assert q.scales.tolist() == pytest.approx([[4, 1 / 448, 1 / 448], [1 / 448, 1 / 448, 2]][0:0] or q.scales.tolist())
     assert q.scales.shape == (2, 3)
     assert (q.scales[0, 0], q.scales[1, 2]) == (4, 2)
+    assert q.scales[0, 1].item() == pytest.approx(1 / 448)
     assert torch.equal(formats.dequantize(q)[:128, 128:256], torch.ones(128, 128))
 
 
@@ -65,8 +65,9 @@ def test_fp8_rowwise_has_one_scale_a_row() -> None:
 @pytest.mark.parametrize(
     ("fmt", "amax", "scale"),
     [
-        ("mxfp8", 448.0, 1.0), ("mxfp8", 448.5, 2.0), ("mxfp8", 256.0, 1.0), ("mxfp8", 224.0, 0.5), ("mxfp8", 225.0, 1.0),
-        ("mxfp4", 6.0, 1.0), ("mxfp4", 6.1, 2.0), ("mxfp4", 4.0, 1.0), ("mxfp4", 3.0, 0.5), ("mxfp8", 0.0, 1.0),
+        ("mxfp8", 448.0, 1.0), ("mxfp8", 448.5, 2.0), ("mxfp8", 256.0, 1.0), ("mxfp8", 224.0, 0.5),
+        ("mxfp4", 6.0, 1.0), ("mxfp4", 6.1, 2.0), ("mxfp4", 4.0, 1.0), ("mxfp4", 3.0, 0.5), ("mxfp8", 225.0, 1.0),
+        ("mxfp8", 0.0, 1.0),
     ],
 )  # fmt: skip
 def test_mx_scales_are_the_power_of_two_that_just_holds_the_largest(fmt: str, amax: float, scale: float) -> None:
@@ -120,7 +121,7 @@ def test_values_lie_on_the_grid_and_a_second_pass_changes_nothing(fmt: str) -> N
 @pytest.mark.parametrize(
     ("fmt", "of_block", "loss_pct"),
     [
-        ("bf16", 2**-9, 0.17), ("fp8", 2**-4, 2.7), ("fp8_block", 2**-4, 2.7), ("fp8_rowwise", 2**-4, 2.7),
+        ("bf16", 2**-8, 0.25), ("fp8", 2**-4, 2.7), ("fp8_block", 2**-4, 2.7), ("fp8_rowwise", 2**-4, 2.7),
         ("mxfp8", 2**-4, 2.7), ("mxfp4", 1 / 4, 13), ("nvfp4", 0.18, 10), ("nvfp4_wire", 0.17, 10),
     ],
 )  # fmt: skip
@@ -163,3 +164,13 @@ def test_unknown_formats_and_vectors_are_refused() -> None:
         formats.quantize("fp9", normal())
     with pytest.raises(ValueError, match="matrix"):
         formats.quantize("fp8", normal()[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", list(formats.FORMATS))
+def test_a_gpu_quantises_to_the_same_bits(fmt: str) -> None:
+    x = normal(300, 7168) * torch.logspace(-6, 4, 300)[:, None]
+    here, there = formats.quantize(fmt, x), formats.quantize(fmt, x.cuda())
+    assert torch.equal(here.values.view(torch.uint8), there.values.cpu().view(torch.uint8))
+    assert here.scales is None or torch.equal(here.scales, there.scales.cpu())
+    assert torch.equal(formats.dequantize(here), formats.dequantize(there).cpu())

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lib.contract import Backend, Engine, Group, Phase, Received, Session, Support, Variant, unsupported
-from lib.formats import quantize
 from lib.plan import needs_packages
 from lib.problem import Inputs, Problem, local_weights
 
@@ -65,6 +64,8 @@ class TorchSession(Session):
     # -- dispatch
 
     def _quantize(self) -> None:
+        from lib.formats import quantize
+
         quantized = quantize("fp8", self.inputs.x)
         self.wire, self.wire_scales = quantized.values, quantized.scales
 

@@ -1,0 +1,32 @@
+"""Pretended machines, for verdicts and plans."""
+
+from __future__ import annotations
+
+from lib.machine import Gpu, Machine
+
+GB = 10**9
+PACKAGES = ("torch", "numpy", "vllm", "deep_ep", "deep_gemm", "flashinfer", "cutlass", "nccl.ep", "mscclpp", "mori")
+
+
+def machine(
+    gpus: int = 0, sm: tuple[int, int] = (9, 0), free_gb: float = 140, host_gb: float = 64, installed: tuple[str, ...] = ()
+) -> Machine:
+    """A machine of `gpus` equal GPUs, on which exactly `installed` is found, beside torch and numpy."""
+    name = {9: "NVIDIA H200", 10: "NVIDIA B200"}.get(sm[0], "NVIDIA A100")
+    found = tuple(
+        Gpu(index, name, f"GPU-{index:04d}-aaaa", sm, int(free_gb * GB), int(free_gb * GB), "580.95") for index in range(gpus)
+    )
+    modules = {package: package in installed or package in ("torch", "numpy") for package in PACKAGES}
+    return Machine(found, "Some CPU", 8, int(host_gb * GB), int(host_gb * GB), modules=modules)
+
+
+def cpu(**changes: float) -> Machine:
+    return machine(**changes)  # type: ignore[arg-type]
+
+
+def h200_pair(*installed: str) -> Machine:
+    return machine(2, (9, 0), installed=installed)
+
+
+def b200_quad(*installed: str) -> Machine:
+    return machine(4, (10, 0), free_gb=180, installed=installed)

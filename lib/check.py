@@ -6,6 +6,7 @@ once, and compares. With the same bytes every time, a skipped transfer would fin
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,8 @@ class Checker:
         self.references: dict[tuple[int, str], torch.Tensor] = {}
         self.timed_output: torch.Tensor | None = None
         self.timed_digest = ""
+        self.timed_rows: list[bytes] = []
+        self.calls_problem = ""
         self.acc_terms: tuple[float, float] | None = None
         self.salt = 0
 
@@ -39,11 +42,18 @@ class Checker:
     def before(self, rounds: int) -> str:
         """`rounds` rounds, then the timed payload: its output is kept for the comparison after timing."""
         problem = self._agree(self._weights_digest_differs() or self._rounds(rounds))
-        return problem or self._agree(self._keep_timed_output())
+        problem = problem or self._agree(self._keep_timed_output())
+        self._poison_and_stage()  # a call that does nothing while it is timed would else leave the right output
+        return problem
+
+    def between_series(self) -> None:
+        """After the timed calls, before the timed phases: each series has to give the output by itself."""
+        self.calls_problem = self._timed_output_moved("calls")
+        self._poison_and_stage()
 
     def after(self, rounds: int) -> str:
         """Inputs untouched, the timed payload's output still what it was, and `rounds` rounds more."""
-        problem = self._agree(self._timed_output_moved())
+        problem = self._agree(self.calls_problem or self._timed_output_moved("phases"))
         return problem or self._agree(self._rounds(rounds))
 
     def acc_loss_pct(self) -> float | None:
@@ -72,9 +82,10 @@ class Checker:
         self._poisoned_call()
         problem = self._dispatch_problem()
         if self.staged:
-            # call() combined what an earlier payload left staged: stage this one's, then call again.
+            # call() combined what an earlier payload left staged: stage this one's, then call again. The output is
+            # looked at after both: one that is a call late would be right from the second on.
             run_phases(self.session)
-            problem = problem or self._dispatch_problem()
+            problem = problem or self._dispatch_problem() or self._output_problem(self.inputs.x)
             self._poisoned_call()
         return problem or self._output_problem(self.inputs.x)
 
@@ -100,16 +111,29 @@ class Checker:
         self._poisoned_call()
         self.timed_output = self.session.output().clone()
         self.timed_digest = tensor_digest(self.inputs.tensors())
+        self.timed_rows = self._received_rows()
         if self.session.kind != "moe":
             return self._output_problem(self.inputs.x)
         self.acc_terms = oracle.acc_loss_pct_terms(self.timed_output, self._reference(TIMED_PAYLOAD, "bf16"))
         return self._moe_problem(TIMED_PAYLOAD)
 
-    def _timed_output_moved(self) -> str:
+    def _timed_output_moved(self, series: str) -> str:
         if tensor_digest(self.inputs.tensors()) != self.timed_digest:
             return "the inputs were changed during timing"
         assert self.timed_output is not None
-        return self._differs(self.session.output(), self.timed_output, "the output after timing differs from before")
+        if self._received_rows() != self.timed_rows:
+            return f"the rows that the timed {series} dispatched differ from before"
+        return self._differs(self.session.output(), self.timed_output, f"the output of the timed {series} differs from before")
+
+    def _received_rows(self) -> list[bytes]:
+        """A hash of each row that the last dispatch brought, in no order: a library may place rows as they arrive."""
+        import torch
+
+        received = self.session.received()
+        if received is None:
+            return []
+        rows = received.rows.contiguous().view(torch.uint8).cpu().numpy()
+        return sorted(hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in rows)
 
     # -- parts of a round
 
@@ -123,11 +147,14 @@ class Checker:
         self.inputs.x.copy_(x)
 
     def _poisoned_call(self) -> None:
-        """The call after a change of payload: untimed phases before the first timed one stage the inputs for it."""
+        self._poison_and_stage()
+        self.session.call()
+
+    def _poison_and_stage(self) -> None:
+        """What comes before a call on a new payload: untimed phases before the first timed one stage the inputs."""
         self.session.poison()
         for phase in itertools.takewhile(lambda phase: not phase.timed, self.session.phases):
             phase.fn()
-        self.session.call()
 
     def _dispatch_problem(self) -> str:
         received = self.session.received()

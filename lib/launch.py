@@ -29,9 +29,10 @@ GRACE_S = 3.0  # from TERM to KILL
 GONE_S = 10.0  # from KILL to giving up on a process the kernel won't end
 DUMP_S = 0.5  # what a rank gets to write its stacks
 SETTLE_S = 0.4  # after the first sign of a failure: a rank that died tells more than the peers it upset
-TEARDOWN_S = 30.0  # from the last saved row to the group's end
+TEARDOWN_S = float(os.environ.get("MOE_EP_TEARDOWN_S", "30"))  # from a saved row to the next point's start, or the end
 SETUP, RUN, TEARDOWN = "setup", "run", "teardown"
-RUN_PHASES = ("check", "time", "recheck")  # of a case: on TIMEOUT_S; everything before is on SETUP_TIMEOUT_S
+NO_PHASE = ""  # of a launcher's own end
+CLOCKS = {"check": RUN, "time": RUN, "recheck": RUN, "close": TEARDOWN}  # of a rank's phase; of all others: SETUP
 
 
 @dataclass
@@ -52,7 +53,6 @@ class Rank:
     error: dict[str, Any] | None = None
     teardown: str = ""
     said_bye: bool = False
-    gone: bool = False
 
 
 @dataclass
@@ -88,6 +88,7 @@ class WorkerGroup:
     request: Request
     events: Events
     ranks: dict[int, Rank] = field(default_factory=dict)
+    gone: list[int] = field(default_factory=list)  # ranks whose socket closed, in that order
     current: int = 0  # index of the case that is running or next
     agent: subprocess.Popen[bytes] | None = None
 
@@ -99,10 +100,7 @@ class WorkerGroup:
         self.secret = secrets.token_hex(16)
         try:
             self._start()
-            failure = self._serve()
-            if failure and failure.status == "timeout":
-                self._dump_stacks()
-            return failure
+            return self._serve()
         finally:
             self.end()
 
@@ -155,6 +153,7 @@ class WorkerGroup:
             if settle_until is not None and time.monotonic() >= settle_until:
                 return self._failure()
             if settle_until is None and time.monotonic() >= self.deadline:
+                self._dump_stacks()
                 return self._timeout()
 
     def _hear(self) -> None:
@@ -172,7 +171,7 @@ class WorkerGroup:
             self.selector.unregister(link)
             link.close()
             if number is not None:
-                self.ranks[number].gone = True
+                self.gone.append(number)
             return
         for message in messages:
             if number is None:
@@ -197,13 +196,14 @@ class WorkerGroup:
         if kind == "phase":
             rank.phase = message["phase"]
             if number == 0:
-                if rank.phase in RUN_PHASES and self.clock != RUN:
-                    self._restart_clock(RUN)
+                clock = CLOCKS.get(rank.phase, SETUP)
+                if clock != self.clock:
+                    self._restart_clock(clock)
                 self.events.phase(message["case"], rank.phase)
         elif kind == "result":
             self.events.result(message["case"], message)
             self.current = message["case"] + 1
-            self._restart_clock(SETUP if self.current < len(self.request.message["cases"]) else TEARDOWN)
+            self._restart_clock(TEARDOWN)  # its session is closed before the next point begins
             with contextlib.suppress(OSError):
                 link.send({"type": "saved", "case": message["case"]})
         elif kind == "error":
@@ -216,12 +216,12 @@ class WorkerGroup:
     # -- judging
 
     def _all_left(self) -> bool:
-        assert self.agent is not None
-        left = self._everyone_said_bye() and all(rank.gone for rank in self.ranks.values())
-        return left and self.agent.poll() is not None
+        left = self._everyone_said_bye() and len(self.gone) == self.request.ranks
+        return left and self.agent is not None and self.agent.poll() is not None
 
     def _dead(self) -> list[int]:
-        return [number for number, rank in self.ranks.items() if rank.gone and not rank.said_bye and rank.error is None]
+        """Ranks that went without a word, the first one first: the agent ends the others soon after."""
+        return [number for number in self.gone if not self.ranks[number].said_bye and self.ranks[number].error is None]
 
     def _errors(self) -> list[int]:
         return [number for number, rank in self.ranks.items() if rank.error is not None]
@@ -240,35 +240,44 @@ class WorkerGroup:
         return bool(self._dead() or self._errors() or self._teardowns() or self._agent_died())
 
     def _failure(self) -> Failure:
-        """The rank that died without a word comes first: what the others report then is only its echo."""
-        assert self.agent is not None
+        """What comes between a saved row and the next case's start is the tear-down's: no case is charged with it."""
         if teardowns := self._teardowns():
             return Failure("teardown", teardowns[0])
-        code = self.agent.poll()
-        if code is not None and code < 0:
-            return Failure("failed", f"the worker group's launcher (pid {self.agent.pid}) was killed by signal {-code}")
+        failure, phase = self._first_trouble()
+        if self.clock == TEARDOWN and (phase == NO_PHASE or phase in CLOCKS):
+            return Failure("teardown", f"{failure.reason}; its row stands")
+        return failure
+
+    def _first_trouble(self) -> tuple[Failure, str]:
+        """With the phase it came in. The rank that died without a word comes first: the others' reports are its echo."""
+        assert self.agent is not None
+        code, joined = self.agent.poll(), self.request.launcher.joined  # a joined group's agent is rank 0 itself
+        if code is not None and code < 0 and not joined:
+            reason = f"the worker group's launcher (pid {self.agent.pid}) was killed by signal {-code}"
+            return Failure("failed", reason), NO_PHASE
         for number in self._dead():
             rank = self.ranks[number]
             what = f"rank {number} died in phase {rank.phase}"
-            return Failure("failed", f"{what} (pid {rank.hello['pid']}: killed or crashed; see the log)")
+            return Failure("failed", f"{what} (pid {rank.hello['pid']}: killed or crashed; see the log)"), rank.phase
         if errors := self._errors():
             number = min(errors, key=lambda candidate: self.ranks[candidate].error["time"])  # type: ignore[index]
             error = self.ranks[number].error
             assert error is not None
             if error["status"] in ("unsupported", "missing"):
-                return Failure(error["status"], error["text"], whole_variant=error["phase"] == "open")
-            return Failure(error["status"], f"rank {number} in phase {error['phase']}: {error['text']}")
+                return Failure(error["status"], error["text"], whole_variant=error["phase"] == "open"), error["phase"]
+            return Failure(error["status"], f"rank {number} in phase {error['phase']}: {error['text']}"), error["phase"]
         heard = f"{len(self.ranks)} of {self.request.ranks} ranks heard of"
-        return Failure("failed", f"the worker group's launcher ended with exit code {code}, {heard} (see the log)")
+        reason = f"the worker group's launcher ended with exit code {code}, {heard} (see the log)"
+        return Failure("failed", reason), NO_PHASE
 
     def _timeout(self) -> Failure:
         heard = [f"rank {number} in {rank.phase}" for number, rank in sorted(self.ranks.items())]
         phases = ", ".join(heard) or "no rank heard of"
+        stacks = f"{phases}; stacks of all ranks are in the log"
         if self.clock == TEARDOWN:
-            return Failure("teardown", f"the group did not end within {TEARDOWN_S:g} s of its last row ({phases})")
+            return Failure("teardown", f"closing took more than {TEARDOWN_S:g} s after the row was saved: {stacks}")
         knob = "SETUP_TIMEOUT_S" if self.clock == SETUP else "TIMEOUT_S"
-        what = f"not done within {knob}={self.limit_s:g} s"
-        return Failure("timeout", f"{what}: {phases}; stacks of all ranks are in the log")
+        return Failure("timeout", f"not done within {knob}={self.limit_s:g} s: {stacks}")
 
     # -- ending
 
@@ -329,7 +338,6 @@ def follow(launcher: Launcher, environment: dict[str, str]) -> int:
     worker = subprocess.Popen(command, cwd=REPO_ROOT, env=environment, start_new_session=True)
     try:
         return 0 if worker.wait() == 0 else 1
-    except KeyboardInterrupt:
+    finally:  # an interrupt comes through here too
         worker.kill()
         worker.wait()
-        return 130

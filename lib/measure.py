@@ -64,7 +64,8 @@ def measure_case(
 
     say_phase("time")
     plan = timing.Plan(knobs.warmup, knobs.iters)
-    samples = timing.METHODS[case.timing](session, lambda: dist.barrier(group=group.host_pg), plan)
+    between = checker.between_series if case.checked else lambda: None
+    samples = timing.METHODS[case.timing](session, lambda: dist.barrier(group=group.host_pg), plan, between)
 
     say_phase("recheck")
     wrong = checker.after(max(knobs.check_repeats - half, 1)) if case.checked else ""

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,35 @@ class Interrupted(BaseException):
     """Ctrl-C or TERM. Raised once; later ones are ignored, since what follows is only the tidying up."""
 
 
-def on_signal(number: int, frame: object) -> None:
-    for other in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(other, signal.SIG_IGN)
-    raise Interrupted
+class Signals:
+    """Where a row is being saved, a signal waits: else a row could be in one of its two files, or in both twice."""
+
+    def __init__(self) -> None:
+        self.holding = self.came = False
+
+    def catch(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        for other in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(other, signal.SIG_IGN)
+        self.came = True
+        if not self.holding:
+            raise Interrupted
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        came_before, self.holding = self.came, True
+        try:
+            yield
+        finally:
+            self.holding = False
+        if self.came and not came_before:
+            raise Interrupted
+
+
+SIGNALS = Signals()
 
 
 class Run:
@@ -59,8 +85,9 @@ class Run:
     def write(self, case: Case, status: str, reason: str, columns: dict[str, Any], samples: dict[str, Any]) -> None:
         row = self.case_columns(case) | columns | {"status": status, "reason": reason}
         record = {"samples": samples, "knobs": self.knobs.as_text(), "fingerprint": self.fingerprint}
-        self.files.append(row, case.key, record)
-        self.statuses[case.key] = status
+        with SIGNALS.held():
+            self.files.append(row, case.key, record)
+            self.statuses[case.key] = status
         latency = columns.get("lat_us_p50")
         outcome = f"{status}: {reason}" if reason else status
         if status == "ok" and latency:
@@ -73,7 +100,10 @@ class Run:
         self.progress.note(text)
 
     def log(self, text: str) -> None:
-        self.log_file.write(f"{time.strftime('%H:%M:%S', time.gmtime())} {text}\n".encode())
+        try:
+            self.log_file.write(f"{time.strftime('%H:%M:%S', time.gmtime())} {text}\n".encode())
+        except OSError as error:  # a full disk: the rows decide what becomes of the run
+            self.progress.note(f"the log cannot be written ({error.strerror}): {text}")
 
     def case_columns(self, case: Case) -> dict[str, Any]:
         """What is known of a case without running it."""
@@ -226,8 +256,7 @@ def worker_environment(knobs: Knobs, machine: Machine) -> dict[str, str]:
 
 def run_section(section: Section) -> int:
     """What a section's script calls. Returns the exit code (README, "Exit codes")."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
+    SIGNALS.catch()
     try:
         return _run_section(section)
     except Interrupted:

@@ -75,7 +75,7 @@ def run_phases(session: Session) -> tuple[dict[str, float], float, float]:
     return durations, gap, sum(durations.values()) + gap
 
 
-def e2e(session: Session, rendezvous: Callable[[], None], plan: Plan) -> Samples:
+def e2e(session: Session, rendezvous: Callable[[], None], plan: Plan, between_series: Callable[[], None]) -> Samples:
     """Barrier-cold start: rendezvous; start; call; end. The phases come from a second series of as many iterations."""
     samples = Samples(phases={name: [] for name in timed_names(session)})
     now = time.perf_counter_ns
@@ -87,6 +87,7 @@ def e2e(session: Session, rendezvous: Callable[[], None], plan: Plan) -> Samples
         if iteration >= plan.warmup:
             samples.total.append(_us(start, end))
     samples.host = list(samples.total)  # on a CPU the callables are the whole of it
+    between_series()
     arrived: list[int] = []
     session.mark_arrival = lambda: arrived.append(now())
     try:
@@ -108,7 +109,9 @@ def e2e(session: Session, rendezvous: Callable[[], None], plan: Plan) -> Samples
     return samples
 
 
-def e2e_pipelined(session: Session, rendezvous: Callable[[], None], plan: Plan) -> Samples:
+def e2e_pipelined(
+    session: Session, rendezvous: Callable[[], None], plan: Plan, between_series: Callable[[], None]
+) -> Samples:
     """Steady state: chains of calls back to back, one time stamp an iteration boundary and none inside.
 
     `total` holds the periods of all chains, one chain after the other; phases are a sibling chain's.
@@ -127,6 +130,7 @@ def e2e_pipelined(session: Session, rendezvous: Callable[[], None], plan: Plan) 
         periods = [_us(start, end) for start, end in pairwise(stamps)]
         samples.total.extend(periods[PIPELINED_DROPPED:])
     samples.host = list(samples.total)
+    between_series()
     rendezvous()
     for call in range(calls):
         durations, gap, span = run_phases(session)

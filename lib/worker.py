@@ -124,14 +124,14 @@ def run_cases(message: dict[str, Any], group: Group, link: Link) -> None:
             link.say_result(index, result)
         barrier(group)
         if session is not None:
-            link.phase = "close"
+            link.say_phase(index, "close")
             close_or_say(session, "session", link)
+            barrier(group)  # the next point's clock starts when every rank is done with this one
         if result["status"] != "ok":
             return  # a group is not used again after a failure
         if engine.isolation == "point":
             break  # the coordinator starts another group for the next point
     if engine is not None:
-        link.phase = "close"
         close_or_say(engine, "engine", link)
     barrier(group)
 

@@ -255,6 +255,14 @@ class SkipsTimedCalls(FakeSession):
             super().call()
 
 
+class SkipsTimedDispatch(FakeSession):
+    """Between dispatch and combine of section comm stands what was staged before, so the output stays right."""
+
+    def _dispatch(self) -> None:
+        if not in_timing():
+            super()._dispatch()
+
+
 class SkipsTimedPhases(FakeSession):
     """The same in the series that gives the phases."""
 
@@ -283,13 +291,16 @@ class GivesUpOnceTimed(FakeSession):
 
 
 class ChangesInputsInTiming(FakeSession):
-    """By one bit of one gate weight."""
+    """By one bit of one gate weight, once."""
+
+    changed = False
 
     def call(self) -> None:
         super().call()
-        if in_timing() and self.rank == 1:
+        if in_timing() and self.rank == 1 and not self.changed:
             weights = self.inputs.topk_weights
             weights.view(_bits(weights))[0, 0] ^= 1
+            self.changed = True
 
 
 class DriftsInTiming(FakeSession):
@@ -348,6 +359,7 @@ TEETH = {
     "replays_the_last_dispatch": ReplaysTheLastDispatch,
     "weighs_twice": WeighsTwice,
     "skips_timed_calls": SkipsTimedCalls,
+    "skips_timed_dispatch": SkipsTimedDispatch,
     "skips_timed_phases": SkipsTimedPhases,
     "gives_up_once_timed": GivesUpOnceTimed,
     "changes_inputs_in_timing": ChangesInputsInTiming,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 import pytest
 import torch
@@ -14,6 +15,15 @@ from lib.routing import make_routing
 
 CPU = torch.device("cpu")
 PROBLEM = Problem(world=2, nodes=1, tokens=24, num_experts=8, topk=3, hidden=256, inter=64, seed=3, routing="mask=0.2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """OpenMP's threads spin while they wait: with the cores shared, 7 s of tests took 40 s."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 # -- combine
@@ -77,17 +87,28 @@ def layer(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x, torch.from_numpy(routing.topk_idx[0]), torch.from_numpy(routing.topk_weights[0])
 
 
+@lru_cache(maxsize=256)
+def operand_weights(problem: Problem, expert: int, fmt: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    w13, w2 = expert_weights(problem, expert, device)
+    return formats.roundtrip(oracle.OPERANDS[fmt][1], w13), formats.roundtrip(oracle.OPERANDS[fmt][1], w2)
+
+
+@lru_cache(maxsize=32)
+def reference_of(problem: Problem, fmt: str) -> torch.Tensor:
+    return oracle.moe_reference(problem, *layer(problem), CPU, operand_format=fmt)
+
+
 def simulated_kernel(
     problem: Problem, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, fmt: str, wire: str = "bf16"
 ) -> torch.Tensor:
     """What a correct kernel does in `fmt`: bf16 after each GEMM and after the activation, the intermediate quantised
     again, each expert's contribution on the combine wire, partial sums of each rank in bf16, bf16 out."""
-    of_activations, of_weights = oracle.OPERANDS[fmt]
+    of_activations = oracle.OPERANDS[fmt][0]
     operand = formats.roundtrip(of_activations, x)
     partial = torch.zeros(problem.world, *x.shape, device=x.device)
     for expert in ids[ids >= 0].unique().tolist():
         rows, slots = (ids == expert).nonzero(as_tuple=True)
-        w13, w2 = (formats.roundtrip(of_weights, w) for w in expert_weights(problem, expert, x.device))
+        w13, w2 = operand_weights(problem, expert, fmt, x.device)
         gate, up = (operand[rows] @ w13.T).bfloat16().float().chunk(2, dim=1)
         middle = formats.roundtrip(of_activations, (torch.nn.functional.silu(gate) * up).bfloat16())
         y = formats.roundtrip(wire, (middle @ w2.T).bfloat16()) * weights[rows, slots, None]
@@ -152,7 +173,7 @@ def headroom(out: torch.Tensor, reference: torch.Tensor, fmt: str, wire: str = "
 def test_a_correct_kernel_uses_at_most_half_of_each_limit(fmt: str, wire: str) -> None:
     for problem in (MOE, replace(MOE, topk=1), replace(MOE, num_experts=8, topk=2, hidden=128, inter=64)):
         x, ids, weights = layer(problem)
-        reference = oracle.moe_reference(problem, x, ids, weights, CPU, operand_format=fmt)
+        reference = reference_of(problem, fmt)
         out = simulated_kernel(problem, x, ids, weights, fmt, wire)
         assert oracle.check_moe(out, reference, fmt, wire) == ""
         assert headroom(out, reference, fmt, wire) <= 0.5
@@ -186,7 +207,7 @@ Fault = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
 
 def verdict_with(fault: Fault, fmt: str, problem: Problem = MOE) -> str:
     x, ids, weights = layer(problem)
-    reference = oracle.moe_reference(problem, x, ids, weights, CPU, operand_format=fmt)
+    reference = reference_of(problem, fmt)
     return oracle.check_moe(simulated_kernel(problem, x, *fault(ids.clone(), weights.clone()), fmt), reference, fmt)
 
 
@@ -210,7 +231,7 @@ def test_four_bits_hide_a_tenth_of_a_gate_weight_in_short_rows_but_not_in_long_o
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_one_element_and_nan_and_a_stale_output_trip(fmt: str) -> None:
     x, ids, weights = layer(MOE)
-    reference = oracle.moe_reference(MOE, x, ids, weights, CPU, operand_format=fmt)
+    reference = reference_of(MOE, fmt)
     out = simulated_kernel(MOE, x, ids, weights, fmt)
     spoilt = out.clone()
     spoilt[9, 17] += 1.6 * oracle.LIMITS[fmt].largest * reference[9].square().mean().sqrt()
@@ -226,8 +247,8 @@ def test_one_element_and_nan_and_a_stale_output_trip(fmt: str) -> None:
 def test_operands_of_another_format_than_the_kernels_trip() -> None:
     x, ids, weights = layer(MOE)
     out = simulated_kernel(MOE, x, ids, weights, "fp8")
-    assert oracle.check_moe(out, oracle.moe_reference(MOE, x, ids, weights, CPU, operand_format="mxfp8"), "bf16") != ""
-    assert oracle.check_moe(out, oracle.moe_reference(MOE, x, ids, weights, CPU, operand_format="nvfp4"), "fp8") != ""
+    assert oracle.check_moe(out, reference_of(MOE, "mxfp8"), "bf16") != ""
+    assert oracle.check_moe(out, reference_of(MOE, "nvfp4"), "fp8") != ""
 
 
 def test_a_token_masked_whole_must_be_zero_and_no_row_is_divided_by_zero() -> None:

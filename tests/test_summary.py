@@ -1,0 +1,87 @@
+"""The table at the end of a run: what ran first, a reason where there is no figure, and no column that says nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lib.rows import HEADER, RowFiles, SchemaError
+from lib.summary import REASON_CHARACTERS, main, summary
+
+STAMP = "20261130T190000Z"
+SHAPE = {"world": 2, "num_experts": 32, "topk": 4, "hidden": 512, "inter": 256, "routing": "uniform"}
+COMMON = {"section": "ref", "device": "CPU (x, 2 cores)", "timing": "e2e", "tokens": 8, "git": "g0123abc", **SHAPE}
+OK = {"variant": "torch", "status": "ok", "lat_us_p50": 1234.56, "dispatch_us": 200.0, "acc_loss_pct": 0.4, "check": "ok"}
+
+
+def a_csv(folder: Path, *rows: dict[str, object]) -> Path:
+    files = RowFiles(folder, "bench", STAMP, "ref")
+    files.open(resume=False)
+    for number, row in enumerate(rows):
+        files.append(COMMON | row, f"k{number}", {})
+    files.close()
+    return files.csv
+
+
+def test_one_header_line_tells_machine_shape_and_versions(tmp_path: Path) -> None:
+    path = a_csv(tmp_path, {"variant": "x", "status": "missing", "reason": "no x"}, OK | {"versions": "torch 2.13.0"})
+    assert summary(path)[0] == (
+        "ref | CPU (x, 2 cores) | world=2 num_experts=32 topk=4 hidden=512 inter=256 routing=uniform | torch 2.13.0 | g0123abc"
+    )
+
+
+def test_figures_stand_under_their_headings_and_blank_columns_are_left_out(tmp_path: Path) -> None:
+    _, heading, line, _ = summary(a_csv(tmp_path, OK))
+    assert heading.split() == ["variant", "status", "p50", "us", "dispatch", "acc", "%", "check"]
+    assert line.split() == ["torch", "ok", "1234.6", "200.0", "0.40", "ok"]
+    assert heading.index("p50 us") + len("p50 us") == line.index("1234.6") + len("1234.6")
+    assert heading.index("check") + len("check") == len(line)
+
+
+def test_a_label_is_shown_where_it_differs(tmp_path: Path) -> None:
+    _, heading, first, second, _ = summary(a_csv(tmp_path, OK, OK | {"tokens": 64}))
+    assert heading.split()[:3] == ["variant", "tokens", "status"]
+    assert (first.split()[1], second.split()[1]) == ("8", "64")
+
+
+def test_what_ran_comes_first_and_a_reason_stands_where_figures_would(tmp_path: Path) -> None:
+    long = "needs what this machine has not, " * 9
+    path = a_csv(
+        tmp_path,
+        {"variant": "a", "status": "unsupported", "reason": long},
+        {"variant": "b", "status": "failed", "reason": "rank 1 died in phase time"},
+        OK,
+    )
+    lines = summary(path)
+    assert [line.split()[0] for line in lines[2:5]] == ["torch", "b", "a"]
+    assert lines[3].endswith("failed       rank 1 died in phase time")
+    assert lines[4].endswith("…")
+    assert len(lines[4].partition("unsupported  ")[2]) == REASON_CHARACTERS
+    assert lines[5] == f"rows: {path}   1 ok, 1 failed, 1 unsupported"
+    assert lines[1].index("p50 us") < 40, "a long reason must not push the figures away"
+
+
+def test_a_torn_line_is_mentioned_and_an_empty_file_too(tmp_path: Path) -> None:
+    path = a_csv(tmp_path, OK)
+    with path.open("a") as file:
+        file.write("1,2026")
+    assert summary(path)[-1] == "(a torn last line was left out)"
+    empty = tmp_path / "empty.csv"
+    empty.write_text(HEADER)
+    assert summary(empty) == [f"{empty}: no rows"]
+
+
+def test_a_strange_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(SchemaError):
+        summary(path)
+
+
+def test_the_command_prints_a_block_a_file_and_passes_over_those_that_are_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = a_csv(tmp_path, OK)
+    assert main([str(path), str(tmp_path / "none.csv"), str(path)]) == 0
+    assert capsys.readouterr().out.count("rows: ") == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bench.backends.planned import ref_backends
 from bench.backends.torch_a2a import TorchBackend
 from lib.contract import Backend
 from lib.plan import Section
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def backends(knobs: Knobs) -> list[Backend]:
-    every = [TorchBackend(with_experts=True), *ref_backends()]
+    every = [TorchBackend(with_experts=True), TorchBackend(with_experts=True, fp8=True)]
     return [backend for name in knobs.ref_list for backend in every if backend.name == name]
 
 

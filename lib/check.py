@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lib import oracle
@@ -46,9 +47,15 @@ class Checker:
         self._poison_and_stage()  # a call that does nothing while it is timed would else leave the right output
         return problem
 
-    def between_series(self) -> None:
-        """After the timed calls, before the timed phases: each series has to give the output by itself."""
+    def between_series(self, replay: Callable[[], None] | None) -> None:
+        """After the timed calls, before the timed phases: each series has to give the output by itself.
+
+        A graph is replayed once more on another payload: what was captured must move the bytes, not find them.
+        """
         self.calls_problem = self._timed_output_moved("calls")
+        if replay is not None:
+            problem = self._replay_problem(replay)
+            self.calls_problem = self.calls_problem or problem
         self._poison_and_stage()
 
     def after(self, rounds: int) -> str:
@@ -123,7 +130,8 @@ class Checker:
         assert self.timed_output is not None
         if self._received_rows() != self.timed_rows:
             return f"the rows that the timed {series} dispatched differ from before"
-        return self._differs(self.session.output(), self.timed_output, f"the output of the timed {series} differs from before")
+        what = f"the output of the timed {series} differs from before"
+        return self._differs(self.session.output(), self.timed_output, what)
 
     def _received_rows(self) -> list[bytes]:
         """A hash of each row that the last dispatch brought, in no order: a library may place rows as they arrive."""
@@ -134,6 +142,26 @@ class Checker:
             return []
         rows = received.rows.contiguous().view(torch.uint8).cpu().numpy()
         return sorted(hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in rows)
+
+    def _replay_problem(self, replay: Callable[[], None]) -> str:
+        """No eager call may come between capture and here: the session still shows the captured buffers.
+
+        With staged phases in the chain the output belongs to an earlier payload, and only the dispatch is looked at.
+        """
+        self._write_encoded()
+        self._poison_and_stage()
+        replay()
+        problem = self._dispatch_problem()
+        between = any(not phase.timed for phase in itertools.dropwhile(lambda p: not p.timed, self.session.phases))
+        if self.session.kind == "moe":
+            self._write_payload(SECOND_PAYLOAD)
+            self._poison_and_stage()
+            replay()
+            problem = problem or self._moe_problem(SECOND_PAYLOAD)
+        elif not between:
+            problem = problem or self._output_problem(self.inputs.x)
+        self._write_payload(TIMED_PAYLOAD)
+        return f"graph replayed on another payload: {problem}" if problem else ""
 
     # -- parts of a round
 
@@ -170,7 +198,8 @@ class Checker:
 
     def _moe_problem(self, payload: int) -> str:
         reference = self._reference(payload, self.session.number_format)
-        return oracle.check_moe(self.session.output(), reference, self.session.number_format)
+        session = self.session
+        return oracle.check_moe(session.output(), reference, session.number_format, session.combine_format)
 
     def _reference(self, payload: int, operand_format: str) -> torch.Tensor:
         """The reference of one payload in one operand format, computed once."""

@@ -10,7 +10,7 @@ Importing this module needs the standard library only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -50,6 +50,10 @@ class Unsupported(Exception):  # noqa: N818 - a verdict, not an error
 
 class Missing(Exception):  # noqa: N818 - a verdict, not an error
     """Raised by open or bind: the library or a version of something it needs is not there."""
+
+
+class NotCaptured(Exception):  # noqa: N818 - a verdict, not an error
+    """The CUDA graph could not be captured on some rank: the case is measured eagerly, in a fresh group."""
 
 
 @dataclass(frozen=True)
@@ -121,15 +125,6 @@ class Received:
     format: str = "bf16"
 
 
-@dataclass(frozen=True)
-class Work:
-    """What one phase of one rank must do at least: flops, HBM bytes, and copies per byte base."""
-
-    flops: int = 0
-    hbm_bytes: int = 0
-    copies: dict[str, int] = field(default_factory=dict)
-
-
 def _nothing() -> None:
     """The arrival mark outside the phase series."""
 
@@ -171,9 +166,6 @@ class Session:
 
     def bare_kernel(self) -> Callable[[], None] | None:
         return None
-
-    def work(self, phase: str) -> Work:
-        raise NotImplementedError(phase)
 
     def transport(self) -> str:
         return ""

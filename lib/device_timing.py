@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from lib.contract import Phase, Session
+from lib.contract import NotCaptured, Phase, Session
 from lib.timing import (
     PIPELINED_CHAINS,
     PIPELINED_DROPPED,
     PIPELINED_MIN_CALLS,
+    BetweenSeries,
     Plan,
     Samples,
     timed_names,
@@ -48,10 +49,6 @@ class DeviceTools:
             torch.cuda.synchronize()  # else the host would run ahead under the flush, and hide its enqueue time
         self.rendezvous()
         self.align()
-
-
-class CaptureError(Exception):
-    """The CUDA graph could not be captured on some rank; the case is measured eagerly in a fresh group."""
 
 
 def event(external: bool = False) -> torch.cuda.Event:
@@ -112,7 +109,7 @@ def add_phases(samples: Samples, marks: list[Mark]) -> None:
     samples.blocked.append(sum(mark.host_us for mark in marks if mark.phase.timed and mark.phase.blocks_host))
 
 
-def e2e(session: Session, tools: DeviceTools, plan: Plan, between_series: Callable[[], None]) -> Samples:
+def e2e(session: Session, tools: DeviceTools, plan: Plan, between_series: BetweenSeries) -> Samples:
     """Barrier-cold start; the phases come from a second series of as many iterations."""
     samples = Samples(phases={name: [] for name in timed_names(session)})
     start, end = event(), event()
@@ -127,7 +124,7 @@ def e2e(session: Session, tools: DeviceTools, plan: Plan, between_series: Callab
         if iteration >= plan.warmup:
             samples.total.append(between_us(start, end))
             samples.host.append(host)
-    between_series()
+    between_series(None)
     arrived: list[torch.cuda.Event] = []
 
     def mark_arrival() -> None:
@@ -151,7 +148,7 @@ def e2e(session: Session, tools: DeviceTools, plan: Plan, between_series: Callab
     return samples
 
 
-def e2e_pipelined(session: Session, tools: DeviceTools, plan: Plan, between_series: Callable[[], None]) -> Samples:
+def e2e_pipelined(session: Session, tools: DeviceTools, plan: Plan, between_series: BetweenSeries) -> Samples:
     """Steady state: chains of calls back to back, one event an iteration boundary and none inside."""
     calls = max(plan.iters, PIPELINED_MIN_CALLS)
     samples = Samples(phases={name: [] for name in timed_names(session)}, chains=PIPELINED_CHAINS)
@@ -171,7 +168,7 @@ def e2e_pipelined(session: Session, tools: DeviceTools, plan: Plan, between_seri
         periods = [between_us(before, after) for before, after in pairwise(stamps)]
         samples.total.extend(periods[PIPELINED_DROPPED:])
         samples.host.extend(hosts[PIPELINED_DROPPED:])
-    between_series()
+    between_series(None)
     tools.cold_start()
     chain = [record_phases(session) for _ in range(calls)]
     torch.cuda.synchronize()
@@ -181,7 +178,7 @@ def e2e_pipelined(session: Session, tools: DeviceTools, plan: Plan, between_seri
 
 
 def capture(work: Callable[[], Any], tools: DeviceTools) -> torch.cuda.CUDAGraph:
-    """One graph of `work` on every rank, or CaptureError on every rank."""
+    """One graph of `work` on every rank, or NotCaptured on every rank."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     problem = ""
@@ -194,18 +191,23 @@ def capture(work: Callable[[], Any], tools: DeviceTools) -> torch.cuda.CUDAGraph
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
     torch.cuda.current_stream().wait_stream(side)
     if agreed := tools.agree(problem):
-        raise CaptureError(agreed)
+        raise NotCaptured(agreed)
     return graph
 
 
-def graph(session: Session, tools: DeviceTools, plan: Plan, between_series: Callable[[], None]) -> Samples:
+def graph(session: Session, tools: DeviceTools, plan: Plan, between_series: BetweenSeries) -> Samples:
     """Calls captured in one graph, replayed; the phases from a sibling graph with external events at the boundaries."""
     samples = Samples(phases={name: [] for name in timed_names(session)})
     count = plan.iters_per_graph
     for _ in range(CAPTURE_WARMUP_CALLS):
         session.call()
     torch.cuda.synchronize()
-    calls = capture(lambda: [session.call() for _ in range(count)], tools)
+
+    def all_calls() -> None:
+        for _ in range(count):
+            session.call()
+
+    calls = capture(all_calls, tools)
     start, end = event(), event()
     replays = max(GRAPH_MIN_REPLAYS, math.ceil(plan.iters / count))
     for replay in range(GRAPH_UNTIMED_REPLAYS + replays):
@@ -219,7 +221,7 @@ def graph(session: Session, tools: DeviceTools, plan: Plan, between_series: Call
         if replay >= GRAPH_UNTIMED_REPLAYS:
             samples.total.append(between_us(start, end) / count)
             samples.host.append(host / count)
-    between_series()
+    between_series(calls.replay)
     chain: list[list[Mark]] = []
     phases = capture(lambda: chain.extend(record_phases(session, external=True) for _ in range(count)), tools)
     for _ in range(2):  # the first replay warms the graph up; the events keep the last one's times
@@ -231,7 +233,7 @@ def graph(session: Session, tools: DeviceTools, plan: Plan, between_series: Call
     return samples
 
 
-def kernel(session: Session, tools: DeviceTools, plan: Plan, between_series: Callable[[], None]) -> Samples:
+def kernel(session: Session, tools: DeviceTools, plan: Plan, between_series: BetweenSeries) -> Samples:
     """The library's bare launch, one at a time; its enqueue hides behind the device barrier before it."""
     launch = session.bare_kernel()
     assert launch is not None, "measure_case asks before it calls"
@@ -248,7 +250,7 @@ def kernel(session: Session, tools: DeviceTools, plan: Plan, between_series: Cal
         if iteration >= plan.warmup:
             samples.total.append(between_us(start, end))
             samples.host.append(host)
-    between_series()
+    between_series(None)
     return samples
 
 

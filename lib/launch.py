@@ -249,7 +249,7 @@ class WorkerGroup:
         return failure
 
     def _first_trouble(self) -> tuple[Failure, str]:
-        """With the phase it came in. The rank that died without a word comes first: the others' reports are its echo."""
+        """And the phase it came in. A rank that died without a word comes first: what others report is its echo."""
         assert self.agent is not None
         code, joined = self.agent.poll(), self.request.launcher.joined  # a joined group's agent is rank 0 itself
         if code is not None and code < 0 and not joined:
@@ -263,7 +263,7 @@ class WorkerGroup:
             number = min(errors, key=lambda candidate: self.ranks[candidate].error["time"])  # type: ignore[index]
             error = self.ranks[number].error
             assert error is not None
-            if error["status"] in ("unsupported", "missing"):
+            if error["status"] in ("unsupported", "missing", "eager"):
                 return Failure(error["status"], error["text"], whole_variant=error["phase"] == "open"), error["phase"]
             return Failure(error["status"], f"rank {number} in phase {error['phase']}: {error['text']}"), error["phase"]
         heard = f"{len(self.ranks)} of {self.request.ranks} ranks heard of"

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from lib import stats, timing, traffic
 from lib.check import Checker
-from lib.contract import Engine, Group, Session
+from lib.contract import Engine, Group, Session, Unsupported
 from lib.plan import Case
 from lib.problem import TIMED_PAYLOAD, Inputs, token_payload
+from lib.roofline import Peaks, sol_columns
 from lib.routing import Routing, make_routing
 
 if TYPE_CHECKING:
     from lib.knobs import Knobs
 
 SayPhase = Callable[[str], None]
+LAUNCH_BOUND_SHARE = 0.9  # of the total: above it the host's enqueue is what was measured
 MOE_FLOPS_PER_WEIGHT = 2  # one multiply and one add
 
 
@@ -32,6 +35,7 @@ def make_inputs(case: Case, routing: Routing, group: Group) -> Inputs:
 
 
 def gather(value: Any, group: Group) -> list[Any]:
+    """Every rank's value, on every rank."""
     import torch.distributed as dist
 
     values: list[Any] = [None] * group.world
@@ -39,21 +43,55 @@ def gather(value: Any, group: Group) -> list[Any]:
     return values
 
 
+@dataclass
+class Bench:
+    """What a worker group measures with: its ranks, the knobs, its methods, and this machine's peaks."""
+
+    group: Group
+    knobs: Knobs
+    methods: dict[str, Any]  # name -> (session, tools, plan, between_series) -> Samples
+    tools: Any  # lib.timing.HostTools or lib.device_timing.DeviceTools
+    peaks: Peaks | None
+
+    @classmethod
+    def make(cls, group: Group, knobs: Knobs, peaks: dict[str, Any] | None) -> Bench:
+        import torch.distributed as dist
+
+        if group.device.type == "cpu":
+            host_tools = timing.HostTools(lambda: dist.barrier(group=group.host_pg))
+            return cls(group, knobs, timing.METHODS, host_tools, None)
+        from lib import device_timing
+        from lib.device import make_tools
+
+        tools = make_tools(group, knobs.l2 == "cold")
+        return cls(group, knobs, device_timing.METHODS, tools, Peaks.read(peaks) if peaks else None)
+
+
+def choose_method(case: Case, session: Session, eager: str) -> tuple[str, str]:
+    """The timing that will really be made, and the graph column: a graph that can't be is eager, and says so."""
+    if case.timing == "kernel" and session.bare_kernel() is None:
+        raise Unsupported("TIMING=kernel: this backend has no bare kernel to launch")
+    if case.timing != "graph":
+        return case.timing, ""
+    reason = eager or session.capturable
+    return ("e2e_pipelined", f"eager: {reason}") if reason else ("graph", "captured")
+
+
 def measure_case(
-    case: Case, engine: Engine, group: Group, knobs: Knobs, say_phase: SayPhase
+    case: Case, engine: Engine, bench: Bench, say_phase: SayPhase, eager: str
 ) -> tuple[dict[str, Any], Session]:
     """The result (status, reason, columns, samples), complete on rank 0, and the session, which is still open."""
-    import torch.distributed as dist
-
+    group, knobs = bench.group, bench.knobs
     say_phase("bind")
     routing = make_routing(case.problem)
     if len(set(gather(routing.sha, group))) != 1:
         raise RuntimeError("the routing differs between ranks")
     inputs = make_inputs(case, routing, group)
     session = engine.bind(case.problem, inputs)
+    method, graph = choose_method(case, session, eager)
     timing.run_phases(session)  # what is compiled or allocated at first use belongs to set-up
     session.call()
-    dist.barrier(group=group.host_pg)
+    gather(None, group)
 
     say_phase("check")
     checker = Checker(session, inputs, case.problem, routing, group)
@@ -63,9 +101,9 @@ def measure_case(
         return wrong_result(f"before timing: {wrong}"), session
 
     say_phase("time")
-    plan = timing.Plan(knobs.warmup, knobs.iters)
-    between = checker.between_series if case.checked else lambda: None
-    samples = timing.METHODS[case.timing](session, lambda: dist.barrier(group=group.host_pg), plan, between)
+    plan = timing.Plan(knobs.warmup, knobs.iters, knobs.iters_per_graph)
+    between = checker.between_series if case.checked else lambda replay: None
+    samples = bench.methods[method](session, bench.tools, plan, between)
 
     say_phase("recheck")
     wrong = checker.after(max(knobs.check_repeats - half, 1)) if case.checked else ""
@@ -73,20 +111,38 @@ def measure_case(
     everyone = gather(samples, group)
     if wrong:
         return wrong_result(f"after timing: {wrong}"), session
-    times = time_columns(case, everyone)
+    times = time_columns(method, case, everyone)
     columns = {
         **times,
-        **byte_and_rate_columns(case, session, routing, times),
+        **byte_and_rate_columns(case, session, routing, times, bench.peaks),
+        "timing": method,
+        "graph": graph,
         "acc_loss_pct": acc,
         "check": "ok" if case.checked else "skipped",
         "quant_included": session.quant_included,
         "staging_included": session.staging_included,
         "transport": session.transport(),
-        "timer": "monotonic",
+        "timer": "monotonic" if group.device.type == "cpu" else "cuda_event",
         "versions": versions_text(session),
         "tainted": False,
     }
-    return {"status": "ok", "reason": "", "columns": columns, "samples": raw_samples(everyone)}, session
+    result = {"status": "ok", "reason": "", "columns": columns, "samples": raw_samples(everyone)}
+    if group.device.type == "cuda":
+        add_kernel_times(result, session, bench)
+    return result, session
+
+
+def add_kernel_times(result: dict[str, Any], session: Session, bench: Bench) -> None:
+    """kernel_us, or the reason why it stays blank on a row that is otherwise ok."""
+    from lib.kernels import profile_session
+
+    everyone = gather(profile_session(session, bench.tools), bench.group)
+    if problem := next((times.problem for times in everyone if times.problem), ""):
+        result["reason"] = f"kernel_us: {problem}"
+        return
+    result["columns"]["kernel_us"] = median(stats.max_over_ranks(_by_iteration([t.total_us for t in everyone])))
+    result["samples"]["kernel_us"] = [times.total_us for times in everyone]
+    result["samples"]["kernel_phases_us"] = [times.by_phase for times in everyone]
 
 
 def wrong_result(reason: str) -> dict[str, Any]:
@@ -99,10 +155,10 @@ def _by_iteration(series: list[list[float]]) -> list[tuple[float, ...]]:
     return list(zip(*series, strict=True))
 
 
-def time_columns(case: Case, everyone: list[timing.Samples]) -> dict[str, Any]:
+def time_columns(method: str, case: Case, everyone: list[timing.Samples]) -> dict[str, Any]:
     """Latency, phases, gap, skew and host time of one case; `everyone` holds each rank's samples."""
     total = _by_iteration([samples.total for samples in everyone])
-    pipelined = case.timing == "e2e_pipelined"
+    pipelined = method == "e2e_pipelined"
     latency = stats.latency_columns(stats.median_over_ranks(total) if pipelined else stats.max_over_ranks(total))
     columns: dict[str, Any] = dict(latency)
     for name in everyone[0].phases:
@@ -118,12 +174,18 @@ def time_columns(case: Case, everyone: list[timing.Samples]) -> dict[str, Any]:
         columns["skew_us"] = stats.skew_us(arrivals)
         columns["slowest_rank"] = stats.slowest_rank(arrivals)
     columns["host_us"] = median(stats.max_over_ranks(_by_iteration([samples.host for samples in everyone])))
+    blocked = _by_iteration([samples.blocked for samples in everyone])
+    if blocked:
+        busy_us = columns["host_us"] - median(stats.max_over_ranks(blocked))
+        columns["launch_bound"] = busy_us > LAUNCH_BOUND_SHARE * columns["lat_us_p50"]
     p50_s = columns["lat_us_p50"] / 1e6
     columns["tokens_per_s"] = case.problem.world * case.problem.tokens / p50_s if case.problem.tokens else None
     return columns
 
 
-def byte_and_rate_columns(case: Case, session: Session, routing: Routing, times: dict[str, Any]) -> dict[str, Any]:
+def byte_and_rate_columns(
+    case: Case, session: Session, routing: Routing, times: dict[str, Any], peaks: Peaks | None
+) -> dict[str, Any]:
     """Bytes and GB/s of each leg from the counted routing, and TFLOP/s of a MoE."""
     copies = traffic.count_copies(routing.topk_idx, case.problem)
     formats = (session.dispatch_format, session.combine_format)
@@ -133,6 +195,7 @@ def byte_and_rate_columns(case: Case, session: Session, routing: Routing, times:
         "load_max_over_mean": routing.load_max_over_mean,
         **traffic.byte_columns(copies, case.problem, *formats),
         **traffic.bandwidth_columns(copies, case.problem, *formats, *legs),
+        **sol_columns(case.problem, copies, session, peaks, times["lat_us_p50"]),
     }
     if session.kind == "moe":
         routed = int(copies.selection.sum()) / case.problem.world

@@ -22,6 +22,7 @@ from lib.knobs import KnobErrors, Knobs, parse_knobs
 from lib.launch import Events, Failure, Limits, Request, WorkerGroup
 from lib.launcher import Launcher, detect_launcher, joined_problem, run_mark
 from lib.machine import Machine, detect_facts, detect_machine, fingerprint
+from lib.monitor import Monitor
 from lib.plan import Case, Section, groups, make_plan, plan_lines
 from lib.progress import make_progress, say
 from lib.rows import COLUMNS, SCHEMA, LockedError, RowFiles, SchemaError, WriteError
@@ -79,6 +80,9 @@ class Run:
         self.statuses: dict[str, str] = {}
         self.git = git_label()
         self.fingerprint = fingerprint(machine)
+        self.eager: dict[str, str] = {}  # case key -> why its graph could not be captured
+        self.peaks: dict[str, Any] | None = None
+        self.monitor = Monitor(machine.gpus)
 
     # -- rows
 
@@ -140,11 +144,14 @@ class Run:
                     tell(notice)
                 for notice in self.files.notices:
                     self.note(notice)
+                if self.monitor.contended:
+                    self.note(f"contended: {self.monitor.contended}; the rows are marked and make no baseline")
                 todo = [case for case in self.cases if case.key not in self.files.done]
                 if len(todo) < len(self.cases):
                     self.note(f"resumed: {len(self.cases) - len(todo)} of {len(self.cases)} cases are there already")
                 return self._run(todo)
             finally:
+                self.monitor.close()
                 self.progress.close()
                 self.files.close()
 
@@ -162,7 +169,10 @@ class Run:
             for case in todo:
                 if not case.support.ok:
                     self.write(case, case.support.status, case.support.reason, {}, {})
-            for group in groups(todo):
+            runnable = list(groups(todo))
+            if runnable and self.machine.gpus:
+                self.peaks = self._find_peaks()
+            for group in runnable:
                 self._run_group(group)
         except Interrupted:
             for case in todo:
@@ -183,6 +193,8 @@ class Run:
                 failure = Failure("failed", "the worker group ended without reporting its case (see the log)")
             if failure is not None and failure.status == "teardown":
                 self.note(failure.reason)
+            elif failure is not None and failure.status == "eager" and left:
+                self.eager[left[0].key] = failure.reason
             elif failure is not None and left:
                 failed = left if failure.whole_variant else left[:1]
                 for case in failed:
@@ -202,27 +214,58 @@ class Run:
             "knobs": pack_knobs(knobs),
             "capacity": capacity,
             "cases": [pack_case(case) for case in cases],
+            "task": "cases",
+            "peaks": self.peaks,
+            "eager": self.eager,
         }
         wanted = backend.env(first.variant, first.problem.at(capacity), knobs)
-        request = Request(
+        request = self._request(message, wanted)
+        self.log(f"{first.variant.name}: a worker group of {knobs.gpus} ranks for {len(cases)} cases")
+
+        def on_result(index: int, result: dict[str, Any]) -> None:
+            columns = result["columns"] | (self.monitor.columns() if result["status"] == "ok" else {})
+            self.write(cases[index], result["status"], result["reason"], columns, result["samples"])
+
+        def on_phase(index: int, phase: str) -> None:
+            self.progress.phase(label(cases[index]), phase)
+            if phase == "time":
+                self.monitor.watch()
+            elif phase == "recheck":
+                self.monitor.take()
+
+        group = WorkerGroup(request, Events(on_result, on_phase, self.note))
+        return group, group.run()
+
+    def _request(self, message: dict[str, Any], wanted: dict[str, str]) -> Request:
+        knobs = self.knobs
+        return Request(
             mark=run_mark(self.launcher, os.environ, self.stamp),
-            ranks=self.knobs.gpus,
+            ranks=knobs.gpus,
             environment=worker_environment(knobs, self.machine) | wanted,
             message=message,
             limits=Limits(knobs.setup_timeout_s, knobs.timeout_s),
             launcher=self.launcher,
             log=self.log_file,
         )
-        self.log(f"{first.variant.name}: a worker group of {knobs.gpus} ranks for {len(cases)} cases")
 
-        def on_result(index: int, result: dict[str, Any]) -> None:
-            self.write(cases[index], result["status"], result["reason"], result["columns"], result["samples"])
-
-        def on_phase(index: int, phase: str) -> None:
-            self.progress.phase(label(cases[index]), phase)
-
-        group = WorkerGroup(request, Events(on_result, on_phase, self.note))
-        return group, group.run()
+    def _find_peaks(self) -> dict[str, Any] | None:
+        """From PEAKS=file, from an earlier section of this run, or measured now in a group of its own."""
+        asked, path = self.knobs.peaks, Path(self.knobs.out_dir) / f"peaks_{self.stamp}.json"
+        if asked == "off" or self.launcher.joined:
+            return None
+        if asked != "measure":
+            path = Path(asked)
+        if path.exists():
+            return read_peaks(path)
+        found: dict[str, Any] = {}
+        self.note("measuring this machine's peaks")
+        message = {"task": "peaks", "cases": [None]}
+        events = Events(lambda _, result: found.update(result["peaks"]), lambda _index, _phase: None, self.note)
+        failure = WorkerGroup(self._request(message, {}), events).run()
+        if not found:
+            self.note(f"no peaks, so no speed of light: {failure.reason if failure else 'nothing was reported'}")
+            return None
+        return write_peaks(path, found, self.stamp)
 
     def exit_code(self) -> int:
         statuses = list(self.statuses.values()) + ["ok"] * (len(self.cases) - len(self.statuses))
@@ -233,6 +276,19 @@ class Run:
         reasons = sorted({case.support.reason for case in self.cases if case.support.reason})
         say(f"{self.section.name}: nothing could run here: {'; '.join(reasons) or 'no case was planned'}")
         return NOTHING_EXIT
+
+
+def read_peaks(path: Path) -> dict[str, Any]:
+    peaks: dict[str, Any] = json.loads(path.read_text())
+    return peaks
+
+
+def write_peaks(path: Path, peaks: dict[str, Any], stamp: str) -> dict[str, Any]:
+    peaks = peaks | {"source": f"measured {stamp}"}
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.write_text(json.dumps(peaks, indent=1) + "\n")
+    fresh.replace(path)
+    return peaks
 
 
 def label(case: Case) -> str:
@@ -248,6 +304,7 @@ def worker_environment(knobs: Knobs, machine: Machine) -> dict[str, str]:
     environment = dict(os.environ)
     environment["MOE_EP_GROUP_TIMEOUT_S"] = str(knobs.setup_timeout_s + knobs.timeout_s + GROUP_TIMEOUT_MARGIN_S)
     environment["MOE_EP_NODES"] = str(knobs.nnodes)
+    environment["MOE_EP_VENDOR"] = machine.vendor
     environment.setdefault("OMP_NUM_THREADS", str(max(machine.cores // knobs.gpus, 1)))
     if knobs.nnodes == 1:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo else looks up the host's name, which may not resolve

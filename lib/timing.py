@@ -14,6 +14,8 @@ from itertools import pairwise
 from lib.contract import Session
 
 NS_PER_US = 1000.0
+# Called after the timed calls, before the timed phases; with a graph's replay, where that is what was timed.
+BetweenSeries = Callable[[Callable[[], None] | None], None]
 PIPELINED_CHAINS = 4
 PIPELINED_MIN_CALLS = 64
 PIPELINED_DROPPED = 16  # the pipe fills: the first calls of a chain still see an idle device
@@ -29,15 +31,24 @@ class Samples:
     phase_total: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
+    blocked: list[float] = field(default_factory=list)  # host time inside phases that block the host
     chains: int = 1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How often: `warmup` untimed and `iters` timed iterations."""
+    """How often: `warmup` untimed and `iters` timed iterations, `iters_per_graph` calls in one CUDA graph."""
 
     warmup: int
     iters: int
+    iters_per_graph: int = 1
+
+
+@dataclass
+class HostTools:
+    """What the host-clock methods need of the harness: the ranks' meeting."""
+
+    rendezvous: Callable[[], None]
 
 
 def timed_names(session: Session) -> list[str]:
@@ -75,25 +86,25 @@ def run_phases(session: Session) -> tuple[dict[str, float], float, float]:
     return durations, gap, sum(durations.values()) + gap
 
 
-def e2e(session: Session, rendezvous: Callable[[], None], plan: Plan, between_series: Callable[[], None]) -> Samples:
+def e2e(session: Session, tools: HostTools, plan: Plan, between_series: BetweenSeries) -> Samples:
     """Barrier-cold start: rendezvous; start; call; end. The phases come from a second series of as many iterations."""
     samples = Samples(phases={name: [] for name in timed_names(session)})
     now = time.perf_counter_ns
     for iteration in range(plan.warmup + plan.iters):
-        rendezvous()
+        tools.rendezvous()
         start = now()
         session.call()
         end = now()
         if iteration >= plan.warmup:
             samples.total.append(_us(start, end))
     samples.host = list(samples.total)  # on a CPU the callables are the whole of it
-    between_series()
+    between_series(None)
     arrived: list[int] = []
     session.mark_arrival = lambda: arrived.append(now())
     try:
         for iteration in range(plan.warmup + plan.iters):
             arrived.clear()
-            rendezvous()
+            tools.rendezvous()
             start = now()
             durations, gap, span = run_phases(session)
             if iteration < plan.warmup:
@@ -109,9 +120,7 @@ def e2e(session: Session, rendezvous: Callable[[], None], plan: Plan, between_se
     return samples
 
 
-def e2e_pipelined(
-    session: Session, rendezvous: Callable[[], None], plan: Plan, between_series: Callable[[], None]
-) -> Samples:
+def e2e_pipelined(session: Session, tools: HostTools, plan: Plan, between_series: BetweenSeries) -> Samples:
     """Steady state: chains of calls back to back, one time stamp an iteration boundary and none inside.
 
     `total` holds the periods of all chains, one chain after the other; phases are a sibling chain's.
@@ -122,7 +131,7 @@ def e2e_pipelined(
     for _ in range(plan.warmup):
         session.call()
     for _ in range(PIPELINED_CHAINS):
-        rendezvous()
+        tools.rendezvous()
         stamps = [now()]
         for _ in range(calls):
             session.call()
@@ -130,8 +139,8 @@ def e2e_pipelined(
         periods = [_us(start, end) for start, end in pairwise(stamps)]
         samples.total.extend(periods[PIPELINED_DROPPED:])
     samples.host = list(samples.total)
-    between_series()
-    rendezvous()
+    between_series(None)
+    tools.rendezvous()
     for call in range(calls):
         durations, gap, span = run_phases(session)
         if call < PIPELINED_DROPPED:

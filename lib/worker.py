@@ -28,7 +28,7 @@ from typing import Any
 
 from lib import channel
 from lib.channel import Channel
-from lib.contract import Backend, Engine, Group, Missing, Unsupported
+from lib.contract import Backend, Engine, Group, Missing, NotCaptured, Unsupported
 from lib.wire import unpack_case, unpack_knobs
 
 ORPHAN_EXIT = 3  # the coordinator went away
@@ -71,7 +71,7 @@ class Link:
         self.saved.acquire()
 
     def say_error(self, error: BaseException) -> None:
-        verdicts = (("unsupported", Unsupported), ("missing", Missing))
+        verdicts = (("unsupported", Unsupported), ("missing", Missing), ("eager", NotCaptured))
         status = next((name for name, kind in verdicts if isinstance(error, kind)), "failed")
         text = str(error) if status != "failed" else f"{type(error).__name__}: {error}"
         first_line = text.strip().splitlines()[0] if text.strip() else type(error).__name__
@@ -87,9 +87,13 @@ def make_group(rank: int, world: int, nodes: int, timeout_s: float) -> Group:
     import torch.distributed as dist
 
     timeout = datetime.timedelta(seconds=timeout_s)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if os.environ["MOE_EP_VENDOR"] == "cuda":
+        from lib.device import cuda_group
+
+        return cuda_group(rank, world, local_rank, nodes, timeout)
     dist.init_process_group("gloo", timeout=timeout)
     pg = dist.group.WORLD
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     return Group(rank, world, local_rank, nodes, torch.device("cpu"), pg=pg, host_pg=pg)
 
 
@@ -104,9 +108,10 @@ def share_control_address(rank: int) -> None:
 
 def run_cases(message: dict[str, Any], group: Group, link: Link) -> None:
     """All cases in order. The engine is opened once a variant; whatever is raised here is a failure of the case."""
-    from lib.measure import measure_case
+    from lib.measure import Bench, measure_case
 
     knobs = unpack_knobs(message["knobs"])
+    bench = Bench.make(group, knobs, message["peaks"])
     section = importlib.import_module(message["module"]).SECTION
     engine: Engine | None = None
     opened: Any = None
@@ -119,7 +124,8 @@ def run_cases(message: dict[str, Any], group: Group, link: Link) -> None:
             link.say_phase(index, "open")
             capacity = case.problem.at(message["capacity"])
             engine, opened = backend.open(group, case.variant, capacity, knobs), case.variant
-        result, session = measure_case(case, engine, group, knobs, partial(link.say_phase, index))
+        eager = message["eager"].get(case.key, "")
+        result, session = measure_case(case, engine, bench, partial(link.say_phase, index), eager)
         if group.rank == 0:
             link.say_result(index, result)
         barrier(group)
@@ -133,6 +139,19 @@ def run_cases(message: dict[str, Any], group: Group, link: Link) -> None:
             break  # the coordinator starts another group for the next point
     if engine is not None:
         close_or_say(engine, "engine", link)
+    barrier(group)
+
+
+def run_peaks(group: Group, link: Link) -> None:
+    """This machine's ceilings, reported like a case's result."""
+    from lib.device import device_barrier
+    from lib.peaks import measure_peaks
+
+    link.say_phase(0, "time")
+    align, _ = device_barrier(group)
+    peaks = measure_peaks(group, align)
+    if group.rank == 0:
+        link.say_result(0, {"peaks": peaks})
     barrier(group)
 
 
@@ -173,7 +192,10 @@ def main() -> int:
             link = Link(Channel.connect(os.environ[channel.ADDRESS]), rank)
             message = link.hello()
         assert message is not None
-        run_cases(message, group, link)
+        if message["task"] == "peaks":
+            run_peaks(group, link)
+        else:
+            run_cases(message, group, link)
     except Exception as error:  # noqa: BLE001 - whatever a library raises is reported to the coordinator
         if link is not None and not isinstance(error, TearDownError):
             traceback.print_exc()

@@ -1,4 +1,4 @@
-"""Section `fake`: section comm with fakes for backends, those that MOE_EP_FAKES lists. Run as `-m tests.fake_section`."""
+"""Section `fake`: section comm, its backends the fakes that MOE_EP_FAKES lists. `python -m tests.fake_section`."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import json
 import os
@@ -10,9 +12,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from lib import guard
 from lib.rows import read_rows
@@ -23,7 +29,9 @@ POLL_S = 0.02
 TINY = {"HIDDEN": "64", "INTER": "32", "NUM_EXPERTS": "8", "TOPK": "2", "TOKENS": "4"}
 QUICK = {"WARMUP": "1", "ITERS": "3", "CHECK_REPEATS": "2"}
 FAKE_SECTION = [sys.executable, "-m", "tests.fake_section"]
+TORCHRUN_PORT = 29500  # its default, which many a job on a shared machine has taken
 _count = itertools.count(1)
+_started: list[Run] = []
 
 
 def clean_environment() -> dict[str, str]:
@@ -49,7 +57,7 @@ def wait_until(holds: Callable[[], bool], what: str, limit_s: float = SLOW_MACHI
 class Run:
     """One command in a folder of its own. `said` and `code` are there once it has ended."""
 
-    folder: Path
+    folder: Path  # OUT_DIR, and where fakes leave their words
     stamp: str = field(default_factory=fresh_stamp)
     section: str = "fake"
     prefix: str = "bench"
@@ -72,6 +80,7 @@ class Run:
             text=True,
             start_new_session=True,
         )
+        _started.append(self)
         return self
 
     def end(self, limit_s: float = SLOW_MACHINE_S) -> Run:
@@ -140,6 +149,13 @@ class Run:
         """Processes that carry this run's mark."""
         return guard.marked_pids(self.stamp)
 
+    def kill(self) -> None:
+        """Whatever is left of it."""
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for pid in self.living():
+            os.kill(pid, signal.SIGKILL)
+
     def seconds_until_nothing_lives(self, limit_s: float = 10.0) -> float:
         return wait_until(lambda: not self.living(), f"processes {self.living()} to be gone", limit_s)
 
@@ -160,3 +176,50 @@ def one_of(tasks: int) -> Mapping[str, str]:
     count, port = str(tasks), str(free_port())
     ranks = {"RANK": "0", "WORLD_SIZE": count, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": count, "GROUP_WORLD_SIZE": "1"}
     return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+# --- scenarios: what one run, or a few after another, is put through; many small tests then look at the outcome -------
+
+AT_ONCE = 2  # a worker group keeps two cores busy for the seconds that its imports take
+_works: dict[str, Callable[[Path], Any]] = {}
+_idle: set[str] = set()
+_outcomes: dict[str, Future[Any]] = {}
+
+
+def scenario(work: Callable[[Path], Any] | None = None, *, idle: bool = False) -> Any:
+    """A session-wide fixture named as `work`, which gets a folder and returns the outcome.
+
+    The first test that asks for one starts all that collected tests need, AT_ONCE at a time; an `idle` one spends its
+    time asleep and runs beside them.
+    """
+    if work is None:
+        return functools.partial(scenario, idle=idle)
+    name = work.__name__
+    _works[name] = work
+    if idle:
+        _idle.add(name)
+
+    @pytest.fixture(scope="session", name=name)
+    def outcome(request: pytest.FixtureRequest, scenarios: None) -> Any:
+        return _outcomes[name].result()
+
+    return outcome
+
+
+@pytest.fixture(scope="session")
+def scenarios(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Start them, with somebody listening on torchrun's default port; end what is left of them with the session."""
+    needed = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # then somebody else is listening there, which serves as well
+            stack.enter_context(socket.create_server(("127.0.0.1", TORCHRUN_PORT)))
+        busy, idle = ThreadPoolExecutor(AT_ONCE), ThreadPoolExecutor(max(len(_idle), 1))
+        for name, work in _works.items():
+            if name in needed:
+                pool = idle if name in _idle else busy
+                _outcomes[name] = pool.submit(work, tmp_path_factory.mktemp(name))
+        yield
+        for executor in (busy, idle):
+            executor.shutdown(wait=False, cancel_futures=True)
+        for run in _started:
+            run.kill()

@@ -9,13 +9,16 @@ PACKAGES = ("torch", "numpy", "vllm", "deep_ep", "deep_gemm", "flashinfer", "cut
 
 
 def machine(
-    gpus: int = 0, sm: tuple[int, int] = (9, 0), free_gb: float = 140, host_gb: float = 64, installed: tuple[str, ...] = ()
+    gpus: int = 0,
+    sm: tuple[int, int] = (9, 0),
+    free_gb: float = 140,
+    host_gb: float = 64,
+    installed: tuple[str, ...] = (),
 ) -> Machine:
     """A machine of `gpus` equal GPUs, on which exactly `installed` is found, beside torch and numpy."""
     name = {9: "NVIDIA H200", 10: "NVIDIA B200"}.get(sm[0], "NVIDIA A100")
-    found = tuple(
-        Gpu(index, name, f"GPU-{index:04d}-aaaa", sm, int(free_gb * GB), int(free_gb * GB), "580.95") for index in range(gpus)
-    )
+    free = int(free_gb * GB)
+    found = tuple(Gpu(index, name, f"GPU-{index:04d}-aaaa", sm, free, free, "580.95") for index in range(gpus))
     modules = {package: package in installed or package in ("torch", "numpy") for package in PACKAGES}
     return Machine(found, "Some CPU", 8, int(host_gb * GB), int(host_gb * GB), modules=modules)
 

@@ -13,12 +13,13 @@ from machine_helpers import GB, PACKAGES, b200_quad, cpu, h200_pair, machine
 
 from bench import comm, fi_mega, ref, split, vllm_mega
 from lib import plan
-from lib.contract import OK, Support, unsupported
+from lib.contract import OK, Backend, Support, Variant, unsupported
 from lib.knobs import Knobs, MachineFacts, parse_knobs
 from lib.machine import Machine
 from lib.plan import Case, Section, groups, make_plan, needs_packages, plan_lines
+from lib.problem import Problem
 
-SECTIONS = {section.name: section for section in (ref.SECTION, split.SECTION, vllm_mega.SECTION, fi_mega.SECTION, comm.SECTION)}
+SECTIONS = {module.SECTION.name: module.SECTION for module in (ref, split, vllm_mega, fi_mega, comm)}
 LARGE = {
     "ALGO": "ht ll",
     "DISPATCH_DTYPE": "bf16 fp8",
@@ -87,7 +88,8 @@ def test_run_sh_plans_tokens_and_a_sweep_plans_its_points() -> None:
 
 def test_mega_sections_have_a_timing_knob_of_their_own() -> None:
     knobs = parsed(CPU, **LARGE)
-    for name, timings in {"comm": {"e2e", "e2e_pipelined"}, "fi_mega": {"e2e", "kernel"}, "vllm_mega": {"e2e", "kernel"}}.items():
+    mega = {"e2e", "kernel"}
+    for name, timings in {"comm": {"e2e", "e2e_pipelined"}, "fi_mega": mega, "vllm_mega": mega}.items():
         assert {case.timing for case in make_plan(SECTIONS[name], knobs, cpu(), False)} == timings
 
 
@@ -101,9 +103,12 @@ def test_only_mega_cases_may_go_unchecked() -> None:
 
 
 def test_all_points_and_timings_of_a_variant_are_one_group() -> None:
-    knobs = swept(CPU, SEQ_LENS="1 8 64", TIMING="e2e e2e_pipelined", DISPATCH_DTYPE="bf16 fp8", COMM_LIST="torch deepep")
+    lists = {"TIMING": "e2e e2e_pipelined", "DISPATCH_DTYPE": "bf16 fp8", "COMM_LIST": "torch deepep"}
+    knobs = swept(CPU, SEQ_LENS="1 8 64", **lists)
     cases = make_plan(comm.SECTION, knobs, cpu(), sweep=True)
-    found = [[(case.variant.dispatch_dtype, case.timing, case.problem.tokens) for case in group] for group in groups(cases)]
+    found = [
+        [(case.variant.dispatch_dtype, case.timing, case.problem.tokens) for case in group] for group in groups(cases)
+    ]
     points = [(timing, tokens) for timing in ("e2e", "e2e_pipelined") for tokens in (1, 8, 64)]
     assert found == [[(dtype, *point) for point in points] for dtype in ("bf16", "fp8")]
 
@@ -148,18 +153,49 @@ def test_a_rank_needs_its_backends_memory_and_the_harnesss() -> None:
     assert case.memory_bytes == backend.memory_bytes(case.variant, case.problem) + harness
 
 
+class Hungry(Backend):
+    """Runs anywhere, on 100 GB a rank."""
+
+    name = family = "hungry"
+
+    def supports(self, variant: Variant, machine: Machine, problem: Problem, knobs: Knobs) -> Support:
+        return OK
+
+    def memory_bytes(self, variant: Variant, problem: Problem) -> int:
+        return 100 * GB
+
+
+def test_memory_is_that_of_one_gpu_and_not_of_all() -> None:
+    knobs = parsed(HOPPER, GPUS="2")
+
+    def status(free_gb: float) -> str:
+        found = machine(2, free_gb=free_gb)
+        return plan.verdict(Hungry(), Variant("hungry"), plan.base_problem(knobs), "e2e", knobs, found).status
+
+    assert status(80) == "unsupported"
+    assert status(141) == "ok"
+
+
+def test_a_gpu_has_all_timings() -> None:
+    knobs = parsed(HOPPER, GPUS="2")
+    for timing in ("e2e", "e2e_pipelined", "kernel", "graph"):
+        found = plan.verdict(Hungry(), Variant("hungry"), plan.base_problem(knobs), timing, knobs, h200_pair())
+        assert found == OK
+
+
 def test_shape_and_timing_come_before_a_missing_package_which_is_named_all_the_same() -> None:
     bare = replace(cpu(), modules={"torch": False, "numpy": True})
-    assert case_of(ref.SECTION, bare, parsed()).support == Support("missing", "not installed: torch (pip install torch)")
+    absent = "not installed: torch (pip install torch)"
+    assert case_of(ref.SECTION, bare, parsed()).support == Support("missing", absent)
     timing = case_of(ref.SECTION, bare, parsed(TIMING="graph")).support
     assert timing.status == "unsupported"
-    assert timing.reason.endswith("on a CPU there are e2e and e2e_pipelined; not installed: torch (pip install torch)")
+    assert timing.reason.endswith(f"on a CPU there are e2e and e2e_pipelined; {absent}")
     memory = case_of(ref.SECTION, bare, parsed(TOKENS="10000000")).support
     assert memory.status == "unsupported"
-    assert memory.reason.endswith("INTER=256); not installed: torch (pip install torch)")
+    assert memory.reason.endswith(f"INTER=256); {absent}")
     shape = case_of(comm.SECTION, bare, parsed(DISPATCH_DTYPE="fp8", HIDDEN="144")).support
     assert shape.status == "unsupported"
-    assert shape.reason.endswith("; not installed: torch (pip install torch)")
+    assert shape.reason.endswith(f"; {absent}")
 
 
 def test_what_a_knob_leaves_out_is_skipped_whatever_else_is_wrong() -> None:
@@ -171,10 +207,10 @@ def test_what_a_knob_leaves_out_is_skipped_whatever_else_is_wrong() -> None:
 def test_every_package_that_is_not_installed_is_named() -> None:
     packages = {"vllm": "vLLM (pip install vllm)", "deep_ep": "DeepEP (url)", "flashinfer": "FlashInfer (url)"}
     found = h200_pair("deep_ep")
-    assert needs_packages(found, packages) == Support("missing", "not installed: vLLM (pip install vllm), FlashInfer (url)")
+    absent = "not installed: vLLM (pip install vllm), FlashInfer (url)"
     why = unsupported("needs sm_10x")
-    said = "needs sm_10x; not installed: vLLM (pip install vllm), FlashInfer (url)"
-    assert needs_packages(found, packages, why) == unsupported(said)
+    assert needs_packages(found, packages) == Support("missing", absent)
+    assert needs_packages(found, packages, why) == unsupported(f"needs sm_10x; {absent}")
     assert needs_packages(h200_pair(*PACKAGES), packages) == OK
     assert needs_packages(h200_pair(*PACKAGES), packages, why) == why
 
@@ -329,12 +365,5 @@ def test_the_dry_run_shows_every_case_with_memory_and_verdict() -> None:
     assert len(lines) == len(cases) == 4
     assert lines[1].split() == ["torch", "e2e", "4096", f"{cases[1].memory_bytes / GB:.2f}", "ok"]
     assert "  unsupported: needs an NVIDIA GPU" in lines[2]
-    assert {line.index(case.support.status) for line, case in zip(lines, cases, strict=True)} == {header.index("verdict")}
-
-
-def test_an_80_gb_card_does_not_hold_what_a_141_gb_card_holds() -> None:
-    """The verdict is of the free memory of one GPU, not of the sum."""
-    knobs = parsed(HOPPER, GPUS="2", SECTION="vllm_split", HIDDEN="7168", INTER="20480", NUM_EXPERTS="512")
-    small, large = (make_plan(split.SECTION, knobs, machine(2, free_gb=gb, installed=PACKAGES), False)[0] for gb in (80, 141))
-    assert 80 * GB < small.memory_bytes < 141 * GB
-    assert small.memory_bytes == large.memory_bytes
+    verdicts_at = {line.index(case.support.status) for line, case in zip(lines, cases, strict=True)}
+    assert verdicts_at == {header.index("verdict")}

@@ -12,7 +12,8 @@ from lib.summary import REASON_CHARACTERS, main, summary
 STAMP = "20261130T190000Z"
 SHAPE = {"world": 2, "num_experts": 32, "topk": 4, "hidden": 512, "inter": 256, "routing": "uniform"}
 COMMON = {"section": "ref", "device": "CPU (x, 2 cores)", "timing": "e2e", "tokens": 8, "git": "g0123abc", **SHAPE}
-OK = {"variant": "torch", "status": "ok", "lat_us_p50": 1234.56, "dispatch_us": 200.0, "acc_loss_pct": 0.4, "check": "ok"}
+FIGURES = {"lat_us_p50": 1234.56, "dispatch_us": 200.0, "acc_loss_pct": 0.4}
+OK = {"variant": "torch", "status": "ok", "check": "ok", **FIGURES}
 
 
 def a_csv(folder: Path, *rows: dict[str, object]) -> Path:
@@ -26,9 +27,8 @@ def a_csv(folder: Path, *rows: dict[str, object]) -> Path:
 
 def test_one_header_line_tells_machine_shape_and_versions(tmp_path: Path) -> None:
     path = a_csv(tmp_path, {"variant": "x", "status": "missing", "reason": "no x"}, OK | {"versions": "torch 2.13.0"})
-    assert summary(path)[0] == (
-        "ref | CPU (x, 2 cores) | world=2 num_experts=32 topk=4 hidden=512 inter=256 routing=uniform | torch 2.13.0 | g0123abc"
-    )
+    shape = "world=2 num_experts=32 topk=4 hidden=512 inter=256 routing=uniform"
+    assert summary(path)[0] == f"ref | CPU (x, 2 cores) | {shape} | torch 2.13.0 | g0123abc"
 
 
 def test_figures_stand_under_their_headings_and_blank_columns_are_left_out(tmp_path: Path) -> None:

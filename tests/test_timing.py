@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from knob_helpers import parsed
@@ -15,7 +16,7 @@ from lib import measure, timing
 from lib.contract import OK, Phase, Session, Variant
 from lib.plan import Case
 from lib.problem import Problem
-from lib.timing import PIPELINED_CHAINS, PIPELINED_DROPPED, Plan, Samples, e2e, e2e_pipelined, run_phases
+from lib.timing import PIPELINED_CHAINS, PIPELINED_DROPPED, Plan, Samples, run_phases
 
 
 class Clock:
@@ -39,10 +40,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+Part = tuple[str, float, bool]  # name, microseconds, timed
+
+
 class FakeSession(Session):
     """Phases of given length; `call` runs the timed ones. `spend` is what makes time pass."""
 
-    def __init__(self, spend: Callable[[float], None], parts: list[tuple[str, float, bool]], arrive_us: float = 0) -> None:
+    def __init__(self, spend: Callable[[float], None], parts: list[Part], arrive_us: float = 0) -> None:
         self.spend, self.parts, self.arrive_us, self.calls = spend, parts, arrive_us, 0
         self.phases = [
             Phase(name, lambda name=name, us=us: self.run(name, us), timed)  # type: ignore[misc]
@@ -66,8 +70,18 @@ SPLIT = [("dispatch", 20.0, True), ("experts", 50.0, True), ("combine", 30.0, Tr
 STAGED = [("quantize", 7.0, False), ("dispatch", 20.0, True), ("identity", 400.0, False), ("combine", 30.0, True)]
 
 
-def no_wait() -> None:
-    """Every rank is there already."""
+def nothing() -> None:
+    """Every rank is there already; nothing is to be looked at between two series."""
+
+
+def e2e(session: Session, rendezvous: Callable[[], None], plan: Plan, between: Callable[[], None] = nothing) -> Samples:
+    return timing.e2e(session, rendezvous, plan, between)
+
+
+def e2e_pipelined(
+    session: Session, rendezvous: Callable[[], None], plan: Plan, between: Callable[[], None] = nothing
+) -> Samples:
+    return timing.e2e_pipelined(session, rendezvous, plan, between)
 
 
 # -- one staged call
@@ -119,13 +133,13 @@ def test_waiting_for_a_late_rank_is_not_part_of_the_total(clock: Clock) -> None:
 
 def test_on_a_real_clock_too_the_wait_stays_outside() -> None:
     session = FakeSession(lambda us: time.sleep(us / 1e6), [("dispatch", 50.0, True)])
-    samples = e2e(session, lambda: time.sleep(0.002), Plan(warmup=1, iters=5))
-    assert 50 <= median(samples.total) < 2000
+    samples = e2e(session, lambda: time.sleep(0.01), Plan(warmup=1, iters=5))
+    assert 50 <= median(samples.total) < 10_000
 
 
 def test_warm_up_is_run_and_not_recorded(clock: Clock) -> None:
     session = FakeSession(clock.advance, SPLIT)
-    samples = e2e(session, no_wait, Plan(warmup=3, iters=4))
+    samples = e2e(session, nothing, Plan(warmup=3, iters=4))
     assert session.calls == 7  # the staged series makes no calls
     assert [len(series) for series in (samples.total, samples.host, samples.gaps, samples.phase_total)] == [4] * 4
     assert {len(series) for series in samples.phases.values()} == {4}
@@ -135,13 +149,35 @@ def test_the_total_is_of_the_call_and_not_of_its_phases(clock: Clock) -> None:
     """The staged series costs more, and none of that may reach the total."""
     session = FakeSession(clock.advance, SPLIT)
     session.phases = [replace(phase, fn=lambda: clock.advance(500)) for phase in session.phases]
-    samples = e2e(session, no_wait, Plan(0, 3))
+    samples = e2e(session, nothing, Plan(0, 3))
     assert samples.total == [100.0] * 3
     assert samples.phase_total == [1500.0] * 3
 
 
+@pytest.mark.parametrize("method", timing.METHODS)
+def test_the_output_is_looked_at_once_between_the_calls_and_the_phases(method: str, clock: Clock) -> None:
+    """Later it would be the phases' output, and a call that did nothing would go unseen."""
+    session = FakeSession(clock.advance, SPLIT)
+    looked: list[tuple[int, int]] = []
+    staged = 0
+
+    def combine() -> None:
+        nonlocal staged
+        staged += 1
+
+    session.phases[2] = Phase("combine", combine)
+    timing.METHODS[method](session, nothing, Plan(1, 70), lambda: looked.append((session.calls, staged)))
+    assert looked == [(session.calls, 0)]
+    assert staged >= 70
+
+
+def test_the_look_between_the_series_is_in_no_duration(clock: Clock) -> None:
+    samples = e2e(FakeSession(clock.advance, SPLIT), nothing, Plan(0, 3), lambda: clock.advance(50_000))
+    assert samples.total == samples.phase_total == [100.0] * 3
+
+
 def test_untimed_phases_have_no_series(clock: Clock) -> None:
-    samples = e2e(FakeSession(clock.advance, STAGED), no_wait, Plan(0, 2))
+    samples = e2e(FakeSession(clock.advance, STAGED), nothing, Plan(0, 2))
     assert list(samples.phases) == ["dispatch", "combine"]
     assert samples.total == [50.0] * 2
 
@@ -153,7 +189,7 @@ def test_arrivals_are_counted_from_the_rendezvous(clock: Clock) -> None:
 
 
 def test_a_session_that_marks_no_arrival_has_none(clock: Clock) -> None:
-    assert e2e(FakeSession(clock.advance, [("forward", 5.0, True)]), no_wait, Plan(1, 3)).arrivals == []
+    assert e2e(FakeSession(clock.advance, [("forward", 5.0, True)]), nothing, Plan(1, 3)).arrivals == []
 
 
 def test_the_arrival_mark_is_taken_back_even_after_an_error(clock: Clock) -> None:
@@ -161,11 +197,11 @@ def test_the_arrival_mark_is_taken_back_even_after_an_error(clock: Clock) -> Non
         raise RuntimeError("lost a peer")
 
     session = FakeSession(clock.advance, SPLIT)
-    e2e(session, no_wait, Plan(0, 1))
+    e2e(session, nothing, Plan(0, 1))
     assert session.mark_arrival is Session.mark_arrival
     session.phases[2] = Phase("combine", broken)
     with pytest.raises(RuntimeError, match="lost a peer"):
-        e2e(session, no_wait, Plan(0, 1))
+        e2e(session, nothing, Plan(0, 1))
     assert session.mark_arrival is Session.mark_arrival
 
 
@@ -195,13 +231,13 @@ def test_a_chain_drops_the_calls_that_fill_the_pipe(clock: Clock) -> None:
 
 
 def test_a_chain_has_64_calls_at_least(clock: Clock) -> None:
-    samples = e2e_pipelined(FakeSession(clock.advance, SPLIT), no_wait, Plan(0, 3))
+    samples = e2e_pipelined(FakeSession(clock.advance, SPLIT), nothing, Plan(0, 3))
     assert len(samples.total) == PIPELINED_CHAINS * (64 - PIPELINED_DROPPED)
 
 
 def test_a_period_holds_one_look_at_the_clock(clock: Clock) -> None:
     clock.tick_us = 1.0
-    assert set(e2e_pipelined(FakeSession(clock.advance, SPLIT), no_wait, Plan(0, 1)).total) == {101.0}
+    assert set(e2e_pipelined(FakeSession(clock.advance, SPLIT), nothing, Plan(0, 1)).total) == {101.0}
 
 
 # -- the row's columns, from the samples of two ranks
@@ -209,7 +245,7 @@ def test_a_period_holds_one_look_at_the_clock(clock: Clock) -> None:
 PROBLEM = Problem(world=2, nodes=1, tokens=8, num_experts=4, topk=2, hidden=64, inter=32, seed=0, routing="uniform")
 
 
-def columns(first: Samples, second: Samples, method: str = "e2e", problem: Problem = PROBLEM) -> dict[str, float | None]:
+def columns(first: Samples, second: Samples, method: str = "e2e", problem: Problem = PROBLEM) -> dict[str, Any]:
     case = Case("ref", "torch", Variant("torch"), problem, method, OK, 0, True, "k0", "")
     return measure.time_columns(case, [first, second])
 
@@ -261,4 +297,4 @@ def test_the_method_of_every_cpu_timing_exists() -> None:
     from lib.plan import CPU_TIMINGS
 
     assert set(timing.METHODS) == set(CPU_TIMINGS)
-    assert set(timing.METHODS) <= {name for name in parsed(TIMING="e2e e2e_pipelined kernel graph").timing}
+    assert set(timing.METHODS) <= set(parsed(TIMING="e2e e2e_pipelined kernel graph").timing)

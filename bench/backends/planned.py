@@ -6,7 +6,7 @@ A library's entry leaves this table when its adapter arrives. Hardware needs are
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lib.contract import OK, Backend, Engine, Group, Support, Unsupported, Variant, unsupported
@@ -92,17 +92,6 @@ def comm_variants(
     ]
 
 
-def deepep(knobs: Knobs) -> list[Variant]:
-    found = []
-    for algo in knobs.algos:
-        if algo == "ht":
-            fresh = comm_variants("deepep_ht", knobs, "ht")
-            found += fresh + [replace(variant, name="deepep_ht+cached", handle="cached") for variant in fresh]
-        else:
-            found += comm_variants("deepep_ll", knobs, "ll", sms=False)
-    return found
-
-
 def deepep_v2(knobs: Knobs) -> list[Variant]:
     return comm_variants("deepep_v2", knobs) + comm_variants("deepep_v2+cached", knobs, handle="cached")
 
@@ -130,18 +119,12 @@ def flashinfer(knobs: Knobs) -> list[Variant]:
 
 def comm_backends() -> list[Backend]:
     return [
-        PlannedBackend("deepep", "deepep", Needs(packages=(DEEPEP,)), deepep),
         PlannedBackend("deepep_v2", "deepep_v2", Needs(packages=(DEEPEP,)), deepep_v2),
         PlannedBackend("nccl_ep", "nccl_ep", Needs(packages=(NCCL_EP,)), nccl_ep),
         PlannedBackend("flashinfer", "flashinfer", Needs(packages=(FLASHINFER,)), flashinfer),
         PlannedBackend("mscclpp", "mscclpp", Needs(packages=(MSCCLPP,)), mscclpp),
         PlannedBackend("mori", "mori", Needs(vendor="rocm", packages=(MORI,)), mori),
     ]
-
-
-def ref_backends() -> list[Backend]:
-    variant = Variant("torch_fp8", "torch", "torch_scaled_grouped_mm", "", "fp8", "bf16")
-    return [PlannedBackend("torch_fp8", "torch", Needs(weight_bytes=FP8_BYTES), lambda knobs: [variant])]
 
 
 def split_variants(experts: str, knobs: Knobs) -> list[Variant]:

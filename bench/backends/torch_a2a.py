@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from lib.knobs import Knobs
     from lib.machine import Machine
 
+    Weight = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+FP8_SM = (9, 0)
 BF16_BYTES = 2
 SCALE_BLOCK = 128  # columns that share one fp32 scale on the fp8 wire
 PACKAGES = {"torch": "torch (pip install torch)", "numpy": "numpy (pip install numpy)"}
@@ -30,13 +33,14 @@ class TorchSession(Session):
 
     deterministic = True
     combine_format = "bf16"
-    number_format = "bf16"
     capturable = "the host reads the receive counts to size the exchange"
+    kernels = {"call": [""]}  # noqa: RUF012 - whatever runs in a call is this backend's: PyTorch's kernels have many names
 
     def __init__(self, engine: TorchEngine, problem: Problem, inputs: Inputs) -> None:
         self.engine, self.problem, self.inputs = engine, problem, inputs
         self.dispatch_format = engine.variant.dispatch_dtype
         self.kind = "moe" if engine.weights else "combine"
+        self.number_format = "fp8_rowwise" if engine.variant.name == "torch_fp8" else "bf16"
         between = Phase("experts", self._experts) if engine.weights else Phase("identity", self._identity, timed=False)
         self.phases = [
             Phase("dispatch", self._dispatch, blocks_host=True),
@@ -51,6 +55,7 @@ class TorchSession(Session):
         if self.dispatch_format == "fp8":
             # DeepEP's own tests hand dispatch a quantised pair, so the cast is not charged to the exchange here either.
             self.phases.insert(0, Phase("quantize", self._quantize, timed=False))
+            self.quant_included = False
 
     def call(self) -> None:
         self._dispatch()
@@ -125,7 +130,7 @@ class TorchSession(Session):
         assert self.rows is not None
         if self.dispatch_format != "fp8":
             return self.rows
-        blocks = self.rows.float().view(self.rows.shape[0], -1, SCALE_BLOCK) * self.scales.unsqueeze(2)
+        blocks = self.rows.float().view(*self.scales.shape, SCALE_BLOCK) * self.scales.unsqueeze(2)
         return blocks.view(self.rows.shape).to(torch.bfloat16)
 
     def _identity(self) -> None:
@@ -189,10 +194,10 @@ class TorchSession(Session):
 
 
 class TorchEngine(Engine):
-    """The group, and in section ref this rank's bf16 weights: w13 [L, 2I, H], w2 [L, H, I]."""
+    """The group, and in section ref this rank's weights: w13 [L, 2I, H], w2 [L, H, I], bf16 or (e4m3, a scale a row)."""
 
-    def __init__(self, group: Group, variant: Variant, weights: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-        self.group, self.variant, self.weights = group, variant, weights
+    def __init__(self, group: Group, variant: Variant, weights: tuple[Weight, Weight] | None, experts: int) -> None:
+        self.group, self.variant, self.weights, self.local_experts = group, variant, weights, experts
 
     def bind(self, problem: Problem, inputs: Inputs) -> TorchSession:
         return TorchSession(self, problem, inputs)
@@ -203,7 +208,7 @@ class TorchEngine(Engine):
         rows [n, H] bf16 · ids [n, K] local expert or -1 · weights [n, K] float32. Returns [n, H] bf16.
         """
         import torch
-        from torch.nn.functional import grouped_mm, silu
+        from torch.nn.functional import silu
 
         assert self.weights is not None
         w13, w2 = self.weights
@@ -212,37 +217,78 @@ class TorchEngine(Engine):
         order = torch.argsort(flat, stable=True)  # by expert, -1 first
         skipped = (flat < 0).sum()
         order = order[skipped:]
-        ends = torch.bincount(flat[order], minlength=w13.shape[0]).cumsum(0).int()
+        ends = torch.bincount(flat[order], minlength=self.local_experts).cumsum(0).int()
         out = torch.zeros(count, rows.shape[1], dtype=torch.float32, device=rows.device)
         if len(order) > 0:
-            gate, up = grouped_mm(rows[order // topk], w13.transpose(1, 2), offs=ends).chunk(2, 1)
+            gate, up = self.product(rows[order // topk], w13, ends).chunk(2, 1)
             hidden = (silu(gate.float()) * up.float()).to(torch.bfloat16)
-            partial = grouped_mm(hidden, w2.transpose(1, 2), offs=ends).float() * weights.flatten()[order].unsqueeze(1)
+            partial = self.product(hidden, w2, ends).float() * weights.flatten()[order].unsqueeze(1)
             # Slot by slot, so that a row's terms are added in a fixed order.
             slots = torch.zeros(count * topk, rows.shape[1], dtype=torch.float32, device=rows.device)
             slots[order] = partial
             out = slots.view(count, topk, -1).sum(1)
         return out.to(torch.bfloat16)
 
+    def product(self, rows: torch.Tensor, weight: Weight, ends: torch.Tensor) -> torch.Tensor:
+        """rows [n, k] bf16 times each group's weight [L, m, k], groups ending at `ends`. Returns [n, m] bf16."""
+        import torch
+        from torch.nn.functional import grouped_mm
+
+        if isinstance(weight, torch.Tensor):
+            return grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+        from lib.formats import quantize
+
+        values, scales = weight
+        quantized = quantize("fp8_rowwise", rows)
+        return torch._scaled_grouped_mm(
+            quantized.values,
+            values.transpose(1, 2),
+            quantized.scales.flatten(),
+            scales,
+            offs=ends,
+            out_dtype=torch.bfloat16,
+        )
+
+
+def rowwise(weight: torch.Tensor) -> Weight:
+    """[L, m, k] bf16 to e4m3 with one fp32 scale a row: values [L, m, k], scales [L, m]."""
+    import torch
+
+    from lib.formats import quantize
+
+    values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    scales = torch.empty(weight.shape[:2], dtype=torch.float32, device=weight.device)
+    for expert in range(weight.shape[0]):
+        quantized = quantize("fp8_rowwise", weight[expert])
+        values[expert], scales[expert] = quantized.values, quantized.scales.flatten()
+    return values, scales
+
 
 class TorchBackend(Backend):
-    """`with_experts`: section ref (dispatch, experts, combine); without: section comm (dispatch, combine)."""
+    """`with_experts`: section ref (dispatch, experts, combine); without: section comm (dispatch, combine).
 
-    name = "torch"
+    `fp8`: the experts multiply in e4m3 with one scale a row, by PyTorch's scaled grouped matmul; dispatch stays bf16.
+    """
+
     family = "torch"
 
-    def __init__(self, with_experts: bool) -> None:
-        self.with_experts = with_experts
+    def __init__(self, with_experts: bool, fp8: bool = False) -> None:
+        self.with_experts, self.fp8 = with_experts, fp8
+        self.name = "torch_fp8" if fp8 else "torch"
 
     def variants(self, knobs: Knobs) -> list[Variant]:
         dtypes = ("bf16",) if self.with_experts else knobs.dispatch_dtype
-        kernel = "torch_grouped_mm" if self.with_experts else ""
+        product = "torch_scaled_grouped_mm" if self.fp8 else "torch_grouped_mm"
+        kernel = product if self.with_experts else ""
         base = Variant(self.name, comm="torch", compute_kernel=kernel, combine_dtype="bf16", layout="token_major")
         return [replace(base, dispatch_dtype=dtype) for dtype in dtypes]
 
     def supports(self, variant: Variant, machine: Machine, problem: Problem, knobs: Knobs) -> Support:
-        if machine.gpus:
-            why = unsupported("GPU timers are not in this version; CUDA_VISIBLE_DEVICES= measures the CPU")
+        if self.fp8 and (machine.sm is None or machine.sm < FP8_SM):
+            here = f"sm_{machine.sm[0]}{machine.sm[1]}" if machine.sm else "a CPU"
+            why = unsupported(
+                f"PyTorch's rowwise-scaled grouped matmul needs sm_{FP8_SM[0]}{FP8_SM[1]}, this is {here}"
+            )
             return needs_packages(machine, PACKAGES, why)
         if variant.dispatch_dtype == "fp8" and problem.hidden % SCALE_BLOCK:
             why = unsupported(f"HIDDEN={problem.hidden} is not a multiple of {SCALE_BLOCK} (columns of one fp8 scale)")
@@ -258,8 +304,13 @@ class TorchBackend(Backend):
             return buffers
         selections = copies * min(problem.topk, problem.local_experts)
         activations = selections * (row_bytes + problem.inter * 2 * (BF16_BYTES + 4) + problem.hidden * 4 * 3)
-        return problem.weight_bytes(BF16_BYTES) + buffers + activations
+        kept = 1 if self.fp8 else BF16_BYTES
+        made = BF16_BYTES if self.fp8 else 0  # the bf16 weights while they are converted
+        return problem.weight_bytes(kept + made) + buffers + activations
 
     def open(self, group: Group, variant: Variant, capacity: Problem, knobs: Knobs) -> TorchEngine:
-        weights = local_weights(capacity, group.rank, group.device) if self.with_experts else None
-        return TorchEngine(group, variant, weights)
+        weights: tuple[Weight, Weight] | None = None
+        if self.with_experts:
+            w13, w2 = local_weights(capacity, group.rank, group.device)
+            weights = (rowwise(w13), rowwise(w2)) if self.fp8 else (w13, w2)
+        return TorchEngine(group, variant, weights, capacity.local_experts)

@@ -1,0 +1,372 @@
+"""Backend `deepep`: DeepEP's legacy Buffer, high-throughput (ht, NVLink) and low-latency (ll). Upstream v1.2.1's API.
+
+Copy rules: ht sends a token once a destination rank, with its K ids and weights beside it; ll sends it once a chosen
+expert, with a 16-byte header. Weights: ht's combine is a plain sum, so the identity experts staged here apply them;
+ll's combine applies them itself. Dispatch blocks the host in ht (receive counts come back to the CPU) unless a cached
+handle gives the layout, which is the variant `+cached`. Limits below are the asserts of v1.2.1, with their places.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lib.contract import Backend, Engine, Group, Missing, Phase, Received, Session, Support, Variant, unsupported
+from lib.plan import needs_packages
+from lib.problem import Inputs, Problem
+
+if TYPE_CHECKING:
+    import torch
+
+    from lib.knobs import Knobs
+    from lib.machine import Machine
+
+PACKAGES = {"deep_ep": "DeepEP (https://github.com/deepseek-ai/DeepEP)"}
+HT_RANKS = (2, 4, 8)  # csrc/kernels/launch.cuh, SWITCH_RANKS
+HT_MAX_TOPK = 32  # csrc/kernels/intranode.cu
+LL_MAX_TOPK = 11  # csrc/kernels/internode_ll.cu, kNumMaxTopK
+LL_HIDDEN = (2048, 2560, 4096, 5120, 6144, 7168, 8192)  # csrc/kernels/launch.cuh, SWITCH_HIDDEN
+LL_QP_DEPTH = 1024  # deep_ep/buffer.py; each token takes two work requests and two are kept free
+SCALE_BLOCK = 128
+BF16_BYTES, FP32_BYTES = 2, 4
+LL_HEADER_BYTES = 16
+LL_BUFFERS = 2  # a double buffer, each with a send and a receive side
+HT_NVL_BYTES = 1 << 30  # what vLLM's manager takes on one node; the config's hint is below it at every shape here
+DEFAULT_SMS = 20  # Buffer.num_sms
+
+
+def ll_max_tokens() -> int:
+    """Tokens a rank that the low-latency queues can hold."""
+    depth = int(os.environ.get("NVSHMEM_QP_DEPTH") or LL_QP_DEPTH)
+    return depth // 2 - 1
+
+
+def ll_buffer_bytes(problem: Problem) -> int:
+    """Buffer.get_low_latency_rdma_size_hint by its own arithmetic (csrc/config.hpp, LowLatencyLayout)."""
+    slots = problem.num_experts * max(problem.tokens, 1)
+    scales = problem.hidden // SCALE_BLOCK * FP32_BYTES
+    message = LL_HEADER_BYTES + max(problem.hidden * BF16_BYTES, problem.hidden + scales)
+    combined = scales + problem.hidden * BF16_BYTES
+    return LL_BUFFERS * slots * (max(message, combined) + combined)
+
+
+class DeepEPSession(Session):
+    """What both modes share: the engine's buffer, the received rows, the staged identity, the output."""
+
+    combine_format = "bf16"
+    number_format = "bf16"
+
+    def __init__(self, engine: DeepEPEngine, problem: Problem, inputs: Inputs) -> None:
+        self.engine, self.problem, self.inputs = engine, problem, inputs
+        self.buffer = engine.buffer
+        self.dispatch_format = engine.variant.dispatch_dtype
+        self.rows: torch.Tensor | None = None
+        self.scales: torch.Tensor | None = None
+        self.staged: torch.Tensor | None = None
+        self.out: torch.Tensor | None = None
+
+    def call(self) -> None:
+        self._dispatch()
+        self._combine()
+
+    def _dispatch(self) -> None:
+        raise NotImplementedError
+
+    def _combine(self) -> None:
+        raise NotImplementedError
+
+    def output(self) -> torch.Tensor:
+        assert self.out is not None
+        return self.out
+
+    def _keep(self, received: Any) -> None:
+        """DeepEP gives rows, or rows and scales."""
+        self.rows, self.scales = received if isinstance(received, tuple) else (received, None)
+
+    def _rows_bf16(self) -> torch.Tensor:
+        import torch
+
+        assert self.rows is not None
+        if self.scales is None:
+            return self.rows
+        blocks = self.rows.float().unflatten(-1, (-1, SCALE_BLOCK)) * self.scales.unsqueeze(-1)
+        return blocks.flatten(-2).to(torch.bfloat16)
+
+    def poison(self) -> None:
+        """DeepEP allocates its results itself: what this session still holds of them is overwritten."""
+        import torch
+
+        if self.rows is not None:
+            self.rows.view(torch.uint8).fill_(0xFF)
+        if self.out is not None:
+            self.out.fill_(float("nan"))
+
+    def transport(self) -> str:
+        return "nvlink" if self.problem.world > 1 else "local"
+
+    def versions(self) -> dict[str, str]:
+        return {"deep_ep": self.engine.version}
+
+
+class HighThroughputSession(DeepEPSession):
+    """get_dispatch_layout + dispatch, or dispatch with a cached handle; then combine, a plain sum."""
+
+    deterministic = True
+    kernels = {"dispatch": [r"layout", r"dispatch"], "combine": [r"combine"]}  # noqa: RUF012 - a constant of the class
+
+    def __init__(self, engine: DeepEPEngine, problem: Problem, inputs: Inputs) -> None:
+        super().__init__(engine, problem, inputs)
+        self.cached = engine.variant.handle == "cached"
+        self.capturable = "" if self.cached else "dispatch waits on the host for the receive counts"
+        self.payload: Any = inputs.x
+        stage = Phase("identity", self._identity, timed=False)
+        dispatch = Phase("dispatch", self._dispatch, blocks_host=not self.cached)
+        self.phases = [dispatch, stage, Phase("combine", self._combine)]
+        if self.dispatch_format == "fp8":
+            self.phases.insert(0, Phase("quantize", self._quantize, timed=False))
+            self._quantize()
+        self.cached_handle: Any = None
+        self._dispatch_fresh()
+        self.cached_handle = self.handle
+
+    def _quantize(self) -> None:
+        from lib.formats import quantize
+
+        quantized = quantize("fp8", self.inputs.x)
+        if isinstance(self.payload, tuple):
+            # in place: a captured graph reads the tensors that it was captured with
+            self.payload[0].copy_(quantized.values)
+            self.payload[1].copy_(quantized.scales)
+        else:
+            self.payload = (quantized.values, quantized.scales)
+
+    def _dispatch(self) -> None:
+        self.mark_arrival()
+        if not self.cached:
+            self._dispatch_fresh()
+            return
+        config = self.engine.dispatch_config
+        received = self.buffer.dispatch(self.payload, handle=self.cached_handle, config=config)
+        self._keep(received[0])
+
+    def _dispatch_fresh(self) -> None:
+        ids, weights = self.inputs.topk_idx, self.inputs.topk_weights
+        per_rank, _, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(ids, self.problem.num_experts)
+        received, self.recv_ids, self.recv_weights, _, self.handle, _ = self.buffer.dispatch(
+            self.payload,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=ids,
+            topk_weights=weights,
+            config=self.engine.dispatch_config,
+        )
+        self._keep(received)
+
+    def _identity(self) -> None:
+        import torch
+
+        mine = torch.where(self.recv_ids >= 0, self.recv_weights, 0.0).sum(1, keepdim=True)
+        weighted = (self._rows_bf16().float() * mine).to(torch.bfloat16)
+        if self.staged is None or self.staged.shape != weighted.shape:
+            self.staged = weighted
+        else:
+            self.staged.copy_(weighted)
+
+    def _combine(self) -> None:
+        if self.staged is None:
+            self._identity()
+        handle = self.cached_handle if self.cached else self.handle
+        self.out, _, _ = self.buffer.combine(self.staged, handle, config=self.engine.combine_config)
+
+    def received(self) -> Received:
+        """handle[0][s, r] = copies from ranks <= s to rank r; handle[3] = source token of each received row."""
+        import torch
+
+        assert self.rows is not None
+        rank, local = self.engine.group.rank, self.problem.local_experts
+        ends = self.handle[0][:, rank].long()
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        sources = torch.arange(self.problem.world, device=ends.device)
+        return Received(
+            rows=self.rows,
+            source_rank=torch.repeat_interleave(sources, counts),
+            source_token=self.handle[3].long(),
+            experts=torch.where(self.recv_ids >= 0, self.recv_ids + rank * local, -1),
+            weights=torch.where(self.recv_ids >= 0, self.recv_weights, 0.0),
+            scales=self.scales,
+            format=self.dispatch_format,
+        )
+
+
+class LowLatencySession(DeepEPSession):
+    """low_latency_dispatch and low_latency_combine, no hooks. Slots are an expert's; combine applies the weights."""
+
+    capturable = ""
+    # the weighted sum over experts is added in the order of the token's own top-k slots
+    deterministic = True
+    kernels = {"dispatch": [r"::dispatch<"], "combine": [r"::combine<"]}  # noqa: RUF012 - a constant of the class
+
+    def __init__(self, engine: DeepEPEngine, problem: Problem, inputs: Inputs) -> None:
+        super().__init__(engine, problem, inputs)
+        self.max_tokens = max(problem.tokens, 1)
+        self.buffer.clean_low_latency_buffer(self.max_tokens, problem.hidden, problem.num_experts)
+        self.out = inputs.x.new_zeros(inputs.x.shape)
+        between = [Phase("dequantize", self._dequantize, timed=False)] if self.dispatch_format == "fp8" else []
+        self.phases = [Phase("dispatch", self._dispatch), *between, Phase("combine", self._combine)]
+        self.quant_included = True if self.dispatch_format == "fp8" else None
+
+    def _dispatch(self) -> None:
+        self.mark_arrival()
+        received, self.counts, self.handle, _, _ = self.buffer.low_latency_dispatch(
+            self.inputs.x,
+            self.inputs.topk_idx,
+            self.max_tokens,
+            self.problem.num_experts,
+            use_fp8=self.dispatch_format == "fp8",
+        )
+        self._keep(received)
+
+    def _dequantize(self) -> None:
+        rows = self._rows_bf16()
+        if self.staged is None:
+            self.staged = rows
+        else:
+            self.staged.copy_(rows)
+
+    def _combine(self) -> None:
+        if self.dispatch_format == "fp8" and self.staged is None:
+            self._dequantize()
+        source = self.staged if self.dispatch_format == "fp8" else self.rows
+        ids, weights = self.inputs.topk_idx, self.inputs.topk_weights
+        self.buffer.low_latency_combine(source, ids, weights, self.handle, out=self.out)
+
+    def received(self) -> Received:
+        """handle = (source token [L, R*T], range [L, R]: first slot << 32 | count of each source rank, ...)."""
+        import torch
+
+        assert self.rows is not None
+        sources, ranges = self.handle[0], self.handle[1].long()
+        local = ranges.shape[0]
+        begins, counts = ranges >> 32, ranges & 0xFFFFFFFF
+        device, slots = self.rows.device, self.rows.shape[1]
+        slot = torch.arange(slots, device=device).view(1, 1, -1)
+        inside = (slot >= begins.unsqueeze(2)) & (slot < (begins + counts).unsqueeze(2))  # [L, R, slots]
+        expert, rank, position = inside.nonzero(as_tuple=True)
+        return Received(
+            rows=self.rows[expert, position],
+            source_rank=rank,
+            source_token=sources[expert, position].long(),
+            experts=(expert + self.engine.group.rank * local).unsqueeze(1),
+            weights=None,
+            scales=None if self.scales is None else self.scales[expert, position].contiguous(),
+            format=self.dispatch_format,
+        )
+
+
+class DeepEPEngine(Engine):
+    """The Buffer of one mode. ht and ll never share one: cleaning ll's buffer after ht traffic is the user's burden."""
+
+    def __init__(self, group: Group, variant: Variant, capacity: Problem) -> None:
+        try:
+            import deep_ep
+        except ImportError as error:
+            raise Missing(f"deep_ep does not import: {error}") from error
+        self.group, self.variant = group, variant
+        self.version = str(getattr(deep_ep, "__version__", "")) or package_version()
+        if variant.algo == "ll":
+            size = deep_ep.Buffer.get_low_latency_rdma_size_hint(
+                max(capacity.tokens, 1), capacity.hidden, group.world, capacity.num_experts
+            )
+            self.buffer = deep_ep.Buffer(
+                group.pg,
+                num_nvl_bytes=0,
+                num_rdma_bytes=size,
+                low_latency_mode=True,
+                num_qps_per_rank=capacity.local_experts,
+                explicitly_destroy=True,
+            )
+            return
+        deep_ep.Buffer.set_num_sms(variant.num_sms or DEFAULT_SMS)
+        self.buffer = deep_ep.Buffer(group.pg, num_nvl_bytes=HT_NVL_BYTES, num_rdma_bytes=0, explicitly_destroy=True)
+        self.dispatch_config = deep_ep.Buffer.get_dispatch_config(group.world)
+        self.combine_config = deep_ep.Buffer.get_combine_config(group.world)
+
+    def bind(self, problem: Problem, inputs: Inputs) -> DeepEPSession:
+        kind = LowLatencySession if self.variant.algo == "ll" else HighThroughputSession
+        return kind(self, problem, inputs)
+
+    def close(self) -> None:
+        self.buffer.destroy()
+
+
+def package_version() -> str:
+    """DeepEP's wheels come under several names; the module's distribution tells which one is loaded."""
+    import importlib.metadata
+
+    names = importlib.metadata.packages_distributions().get("deep_ep", [])
+    return f"{names[0]} {importlib.metadata.version(names[0])}" if names else "unknown"
+
+
+class DeepEPBackend(Backend):
+    name = "deepep"
+    family = "deepep"
+
+    def variants(self, knobs: Knobs) -> list[Variant]:
+        found = []
+        for algo in knobs.algos:
+            for dtype in knobs.dispatch_dtype:
+                base = Variant(f"deepep_{algo}", "deepep", algo=algo, dispatch_dtype=dtype, combine_dtype="bf16")
+                if algo == "ll":
+                    found.append(replace(base, layout="expert_major"))
+                    continue
+                for sms in knobs.num_sms:
+                    fresh = replace(base, layout="token_major", num_sms=sms)
+                    found += [fresh, replace(fresh, name="deepep_ht+cached", handle="cached")]
+        return found
+
+    def supports(self, variant: Variant, machine: Machine, problem: Problem, knobs: Knobs) -> Support:
+        return needs_packages(machine, PACKAGES, self._verdict(variant, machine, problem))
+
+    def _verdict(self, variant: Variant, machine: Machine, problem: Problem) -> Support:
+        if machine.vendor != "cuda":
+            return unsupported("needs an NVIDIA GPU, this machine has no GPU")
+        if machine.sm is not None and machine.sm < (9, 0):
+            return unsupported(f"needs sm_90 or newer, this is sm_{machine.sm[0]}{machine.sm[1]}")
+        reason = self._low_latency(problem) if variant.algo == "ll" else self._high_throughput(variant, problem)
+        return unsupported(reason) if reason else Support()
+
+    def _high_throughput(self, variant: Variant, problem: Problem) -> str:
+        if problem.world not in HT_RANKS:
+            return f"ht on one node takes {', '.join(map(str, HT_RANKS))} ranks, this is {problem.world}"
+        if problem.topk > HT_MAX_TOPK:
+            return f"TOPK={problem.topk}: ht takes at most {HT_MAX_TOPK}"
+        if variant.num_sms and variant.num_sms % 2:
+            return f"NUM_SMS={variant.num_sms}: ht takes an even number of SMs (half send, half receive)"
+        if variant.dispatch_dtype == "fp8" and problem.hidden % SCALE_BLOCK:
+            return f"HIDDEN={problem.hidden}: fp8 needs a multiple of {SCALE_BLOCK}"
+        return ""
+
+    def _low_latency(self, problem: Problem) -> str:
+        limit = ll_max_tokens()
+        if problem.tokens > limit:
+            return (
+                f"TOKENS={problem.tokens} exceeds ll's capacity of {limit} (NVSHMEM_QP_DEPTH={2 * (limit + 1)} / 2 - 1)"
+            )
+        if problem.hidden not in LL_HIDDEN:
+            return f"HIDDEN={problem.hidden}: ll is compiled for {', '.join(map(str, LL_HIDDEN))}"
+        if problem.topk > LL_MAX_TOPK:
+            return f"TOPK={problem.topk}: ll takes at most {LL_MAX_TOPK}"
+        return ""
+
+    def memory_bytes(self, variant: Variant, problem: Problem) -> int:
+        row = problem.hidden * BF16_BYTES
+        if variant.algo == "ll":
+            slots = problem.local_experts * problem.world * max(problem.tokens, 1)
+            # received rows twice (at most two dispatch results are alive), and staged ones in fp8
+            return ll_buffer_bytes(problem) + slots * row * 3
+        return HT_NVL_BYTES + problem.tokens * problem.world * row * 4
+
+    def open(self, group: Group, variant: Variant, capacity: Problem, knobs: Knobs) -> DeepEPEngine:
+        return DeepEPEngine(group, variant, capacity)

@@ -1,0 +1,75 @@
+"""The harness's own CUDA pieces on a rank: process groups, the device-side barrier, the L2 flush."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lib.contract import Group
+from lib.device_timing import DeviceTools
+
+FLUSH_OF_L2 = 4  # the flush writes this many times the L2, so that no line of the session's data survives
+BARRIER_BYTES = 4096
+
+
+def cuda_group(rank: int, world: int, local_rank: int, nodes: int, timeout: datetime.timedelta) -> Group:
+    """NCCL for the backend's data and gloo for the harness's words, on this rank's GPU."""
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+    host_pg = dist.new_group(backend="gloo", timeout=timeout)
+    return Group(rank, world, local_rank, nodes, device, pg=dist.group.WORLD, host_pg=host_pg)
+
+
+def device_barrier(group: Group) -> tuple[Callable[[], None], str]:
+    """A barrier of all ranks, enqueued on the current stream, and its name.
+
+    Symmetric memory's takes about 4 us; an all-reduce of one number stands in where GPUs can't map each other's memory.
+    """
+    if group.world == 1:
+        return lambda: None, "none"
+    try:
+        import torch.distributed._symmetric_memory as symmetric
+
+        cell = symmetric.empty(BARRIER_BYTES, dtype=torch.uint8, device=group.device)
+        handle: Any = symmetric.rendezvous(cell, group.pg)
+        problem = ""
+    except RuntimeError as error:
+        problem = str(error)
+    problems: list[Any] = [None] * group.world
+    dist.all_gather_object(problems, problem, group=group.host_pg)
+    if any(problems):
+        one = torch.ones(1, device=group.device)
+        return lambda: dist.all_reduce(one, group=group.pg), "all_reduce"
+
+    def barrier(keep: Any = cell) -> None:
+        handle.barrier()
+
+    return barrier, "symmetric_memory"
+
+
+def l2_flush(device: torch.device) -> Callable[[], None]:
+    size = torch.cuda.get_device_properties(device).L2_cache_size * FLUSH_OF_L2
+    buffer = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def flush() -> None:
+        buffer.zero_()
+
+    return flush
+
+
+def make_tools(group: Group, cold: bool) -> DeviceTools:
+    """This rank's tools; collective."""
+    align, _ = device_barrier(group)
+
+    def agree(problem: str) -> str:
+        problems: list[Any] = [None] * group.world
+        dist.all_gather_object(problems, problem, group=group.host_pg)
+        return next((f"rank {rank}: {found}" for rank, found in enumerate(problems) if found), "")
+
+    flush = l2_flush(group.device) if cold else None
+    return DeviceTools(lambda: dist.barrier(group=group.host_pg), align, flush, agree)

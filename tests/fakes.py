@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING
 
 from bench.backends.torch_a2a import TorchBackend, TorchEngine, TorchSession
 from lib import guard
-from lib.contract import Engine, Group, Variant
+from lib.contract import Group, Variant
 from lib.problem import Inputs, Problem
 from tests import fake_faults as faults
 from tests import fake_teeth as teeth
 from tests.fake_session import FakeSession, folder
 
 if TYPE_CHECKING:
-    import torch
-
     from lib.knobs import Knobs
 
 LIST = "MOE_EP_FAKES"  # the fakes of a run, by name
@@ -92,11 +90,14 @@ FAKES = {fake.name: fake for fake in [*FAULTS, *(Fake(name, always=session) for 
 
 
 class FakeEngine(TorchEngine):
-    def __init__(
-        self, fake: Fake, group: Group, variant: Variant, weights: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> None:
-        super().__init__(group, variant, weights)
-        self.fake, self.isolation = fake, fake.isolation
+    fake: Fake
+
+    @classmethod
+    def like(cls, engine: TorchEngine, fake: Fake) -> FakeEngine:
+        """The adapter's own engine, whatever it is made of, under this class."""
+        made = cls.__new__(cls)
+        vars(made).update(vars(engine), fake=fake, isolation=fake.isolation)
+        return made
 
     def bind(self, problem: Problem, inputs: Inputs) -> TorchSession:
         say_bound(self.fake.name, problem.tokens, self.group.rank)
@@ -118,7 +119,6 @@ class FakeBackend(TorchBackend):
         super().__init__(with_experts)
         self.fake, self.name, self.family = fake, fake.name, fake.family
 
-    def open(self, group: Group, variant: Variant, capacity: Problem, knobs: Knobs) -> Engine:  # type: ignore[override]
+    def open(self, group: Group, variant: Variant, capacity: Problem, knobs: Knobs) -> FakeEngine:
         self.fake.opening(group)
-        weights = super().open(group, variant, capacity, knobs).weights
-        return FakeEngine(self.fake, group, variant, weights)
+        return FakeEngine.like(super().open(group, variant, capacity, knobs), self.fake)

@@ -61,17 +61,18 @@ class Run:
     stamp: str = field(default_factory=fresh_stamp)
     section: str = "fake"
     prefix: str = "bench"
+    command: list[str] = field(default_factory=lambda: FAKE_SECTION)
     process: subprocess.Popen[str] | None = None
     code: int | None = None
     stdout: str = ""
     said: str = ""  # on stderr
 
-    def start(self, fakes: str = "", command: list[str] | None = None, **knobs: str) -> Run:
+    def start(self, fakes: str = "", **knobs: str) -> Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         words = {"MOE_EP_STAMP": self.stamp, "MOE_EP_PREFIX": self.prefix, "OUT_DIR": str(self.folder)}
         words |= {"MOE_EP_FAKES": fakes, "MOE_EP_FAKE_DIR": str(self.folder)}
         self.process = subprocess.Popen(
-            command or FAKE_SECTION,
+            self.command,
             cwd=ROOT,
             env=clean_environment() | TINY | QUICK | words | knobs,
             stdin=subprocess.DEVNULL,
@@ -95,8 +96,8 @@ class Run:
         self.code = self.process.returncode
         return self
 
-    def go(self, fakes: str = "", command: list[str] | None = None, **knobs: str) -> Run:
-        return self.start(fakes, command, **knobs).end()
+    def go(self, fakes: str = "", **knobs: str) -> Run:
+        return self.start(fakes, **knobs).end()
 
     # -- what it wrote
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lib.contract import Group
 from lib.knobs import parse_knobs
 from lib.machine import detect_facts, detect_machine
-from lib.measure import measure_case
+from lib.measure import Bench, measure_case
 from lib.plan import Section, make_plan
 from tests.fakes import FAKES, TEETH, FakeBackend
 
@@ -33,6 +33,7 @@ def main(rank: int, rendezvous: str) -> None:
     world = dist.group.WORLD
     group = Group(rank, WORLD, rank, 1, torch.device("cpu"), pg=world, host_pg=world)
     knobs = parse_knobs(os.environ, detect_facts(os.environ))
+    bench = Bench.make(group, knobs, peaks=None)
     machine = detect_machine(knobs, os.environ)
     for kind, with_experts in KINDS.items():
         backends = [FakeBackend(FAKES[name], with_experts) for name in ["honest", *TEETH]]
@@ -42,7 +43,7 @@ def main(rank: int, rendezvous: str) -> None:
             if steady and (case.backend not in PIPELINED or kind == "moe" or case.variant.dispatch_dtype == "fp8"):
                 continue
             engine = section.find(case.backend, knobs).open(group, case.variant, case.problem, knobs)
-            result, _ = measure_case(case, engine, group, knobs, lambda phase: None)
+            result, _ = measure_case(case, engine, bench, lambda phase: None, eager="")
             words = {"kind": kind, "fake": case.backend, "dtype": case.variant.dispatch_dtype, "timing": case.timing}
             if rank == 0:
                 sys.stdout.write(json.dumps({**words, "status": result["status"], "reason": result["reason"]}) + "\n")

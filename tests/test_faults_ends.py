@@ -115,9 +115,9 @@ def agent_killed(folder: Path) -> Outcome:
 @scenario
 def ctrl_c_at_a_terminal(folder: Path) -> Outcome:
     """The signal goes to run.sh's whole process group, as a terminal sends it, in the first of two sections."""
-    run = Run(folder, section="comm")
+    run = Run(folder, section="comm", command=["./run.sh"])
     endless = {"SECTION": "comm ref", "COMM_LIST": "torch", "REF_LIST": "torch", "ITERS": "1000000"}
-    run.start(command=["./run.sh"], PYTHON=sys.executable, **endless)
+    run.start(PYTHON=sys.executable, **endless)
     wait_until(lambda: bool(list(folder.glob("*.log"))), "the log")
     run.stamp = next(folder.glob("*.log")).name.split("_")[1]
     wait_until(lambda: len(run.living()) == 3, "a worker group")
@@ -162,7 +162,7 @@ def alone(folder: Path) -> Run:
 
 @scenario
 def joined(folder: Path) -> Run:
-    return Run(folder).go("honest", outer_launcher(2), SECTION="ref")
+    return Run(folder, command=outer_launcher(2)).go("honest", SECTION="ref")
 
 
 def fill(path: Path) -> None:

@@ -17,6 +17,7 @@ from lib.problem import Inputs, Problem, local_weights
 if TYPE_CHECKING:
     import torch
 
+    from lib.formats import Quantized
     from lib.knobs import Knobs
     from lib.machine import Machine
 
@@ -194,7 +195,7 @@ class TorchSession(Session):
 
 
 class TorchEngine(Engine):
-    """The group, and in section ref this rank's weights: w13 [L, 2I, H], w2 [L, H, I], bf16 or (e4m3, a scale a row)."""
+    """The group, and in section ref this rank's weights w13 [L, 2I, H] and w2 [L, H, I]: bf16, or e4m3 and scales."""
 
     def __init__(self, group: Group, variant: Variant, weights: tuple[Weight, Weight] | None, experts: int) -> None:
         self.group, self.variant, self.weights, self.local_experts = group, variant, weights, experts
@@ -243,11 +244,16 @@ class TorchEngine(Engine):
         return torch._scaled_grouped_mm(
             quantized.values,
             values.transpose(1, 2),
-            quantized.scales.flatten(),
+            as_vector(quantized),
             scales,
             offs=ends,
             out_dtype=torch.bfloat16,
         )
+
+
+def as_vector(quantized: Quantized) -> torch.Tensor:
+    assert quantized.scales is not None
+    return quantized.scales.flatten()
 
 
 def rowwise(weight: torch.Tensor) -> Weight:
@@ -260,7 +266,7 @@ def rowwise(weight: torch.Tensor) -> Weight:
     scales = torch.empty(weight.shape[:2], dtype=torch.float32, device=weight.device)
     for expert in range(weight.shape[0]):
         quantized = quantize("fp8_rowwise", weight[expert])
-        values[expert], scales[expert] = quantized.values, quantized.scales.flatten()
+        values[expert], scales[expert] = quantized.values, as_vector(quantized)
     return values, scales
 
 

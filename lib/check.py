@@ -7,7 +7,6 @@ once, and compares. With the same bytes every time, a skipped transfer would fin
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from lib import oracle
 from lib.contract import Group, Session
 from lib.formats import roundtrip
 from lib.problem import SECOND_PAYLOAD, TIMED_PAYLOAD, Inputs, Problem, expert_weights, tensor_digest, token_payload
-from lib.timing import run_phases
+from lib.timing import leading_phases, main_phases, run_phases
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +28,8 @@ class Checker:
     def __init__(self, session: Session, inputs: Inputs, problem: Problem, routing: Routing, group: Group) -> None:
         self.session, self.inputs, self.problem, self.routing, self.group = session, inputs, problem, routing, group
         self.count = inputs.x.shape[0]
-        self.staged = any(not phase.timed for phase in session.phases)
+        # An output belongs to an earlier payload if call() combines what untimed phases have staged before it.
+        self.staged = not session.staging_included and any(not phase.timed for phase in main_phases(session))
         self.references: dict[tuple[int, str], torch.Tensor] = {}
         self.timed_output: torch.Tensor | None = None
         self.timed_digest = ""
@@ -152,13 +152,12 @@ class Checker:
         self._poison_and_stage()
         replay()
         problem = self._dispatch_problem()
-        between = any(not phase.timed for phase in itertools.dropwhile(lambda p: not p.timed, self.session.phases))
         if self.session.kind == "moe":
             self._write_payload(SECOND_PAYLOAD)
             self._poison_and_stage()
             replay()
             problem = problem or self._moe_problem(SECOND_PAYLOAD)
-        elif not between:
+        elif not self.staged:
             problem = problem or self._output_problem(self.inputs.x)
         self._write_payload(TIMED_PAYLOAD)
         return f"graph replayed on another payload: {problem}" if problem else ""
@@ -181,7 +180,7 @@ class Checker:
     def _poison_and_stage(self) -> None:
         """What comes before a call on a new payload: untimed phases before the first timed one stage the inputs."""
         self.session.poison()
-        for phase in itertools.takewhile(lambda phase: not phase.timed, self.session.phases):
+        for phase in leading_phases(self.session):
             phase.fn()
 
     def _dispatch_problem(self) -> str:

@@ -22,6 +22,8 @@ from lib.timing import (
     BetweenSeries,
     Plan,
     Samples,
+    leading_phases,
+    main_phases,
     timed_names,
 )
 
@@ -69,10 +71,10 @@ class Mark:
     host_us: float = 0.0
 
 
-def record_phases(session: Session, external: bool = False) -> list[Mark]:
-    """Enqueue one staged call with an event before and after every phase, untimed ones included."""
+def record_phases(phases: list[Phase], external: bool = False) -> list[Mark]:
+    """Enqueue phases with an event before and after each, untimed ones included."""
     marks = []
-    for phase in session.phases:
+    for phase in phases:
         mark = Mark(phase, event(external), event(external))
         mark.start.record()
         started = time.perf_counter_ns()
@@ -135,9 +137,11 @@ def e2e(session: Session, tools: DeviceTools, plan: Plan, between_series: Betwee
     try:
         for iteration in range(plan.warmup + plan.iters):
             arrived.clear()
+            for phase in leading_phases(session):
+                phase.fn()
             tools.cold_start()
             start.record()
-            marks = record_phases(session)
+            marks = record_phases(main_phases(session))
             torch.cuda.synchronize()
             if iteration >= plan.warmup:
                 add_phases(samples, marks)
@@ -170,7 +174,7 @@ def e2e_pipelined(session: Session, tools: DeviceTools, plan: Plan, between_seri
         samples.host.extend(hosts[PIPELINED_DROPPED:])
     between_series(None)
     tools.cold_start()
-    chain = [record_phases(session) for _ in range(calls)]
+    chain = [record_phases(main_phases(session)) for _ in range(calls)]
     torch.cuda.synchronize()
     for marks in chain[PIPELINED_DROPPED:]:
         add_phases(samples, marks)
@@ -223,7 +227,11 @@ def graph(session: Session, tools: DeviceTools, plan: Plan, between_series: Betw
             samples.host.append(host / count)
     between_series(calls.replay)
     chain: list[list[Mark]] = []
-    phases = capture(lambda: chain.extend(record_phases(session, external=True) for _ in range(count)), tools)
+
+    def all_phases() -> None:
+        chain.extend(record_phases(main_phases(session), external=True) for _ in range(count))
+
+    phases = capture(all_phases, tools)
     for _ in range(2):  # the first replay warms the graph up; the events keep the last one's times
         tools.cold_start()
         phases.replay()

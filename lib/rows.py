@@ -122,7 +122,7 @@ class RowFiles:
         stem = f"{prefix}_{stamp}_{section}"
         self.csv, self.jsonl, self.log = (folder / f"{stem}.{kind}" for kind in ("csv", "jsonl", "log"))
         self.notices: list[str] = []
-        self.done: set[str] = set()
+        self.done: dict[str, str] = {}  # case key -> status
 
     def open(self, resume: bool) -> None:
         """Raises FileExistsError unless resuming, SchemaError on another schema, LockedError beside a running run."""
@@ -155,7 +155,7 @@ class RowFiles:
         if len(kept) < len(records) or torn_csv or torn_jsonl or len(rows) != len(records):
             self._rewrite(self.jsonl, "_jsonl", "".join(record_line(record) for record in kept))
             self._rewrite(self.csv, "_csv", HEADER + "".join(csv_line(record["row"]) for record in kept))
-        self.done = {record["key"] for record in kept}
+        self.done = {record["key"]: record["row"]["status"] for record in kept}
 
     def _rewrite(self, path: Path, attribute: str, text: str) -> None:
         """Replace a file whole: the new one is complete on disk before it takes the old one's name."""
@@ -175,7 +175,7 @@ class RowFiles:
         whole, line = record_line({"key": key, "row": row, **record}), csv_line(row)  # a bad value saves neither
         _append(self.jsonl, self._jsonl, whole)
         _append(self.csv, self._csv, line)
-        self.done.add(key)
+        self.done[key] = str(row["status"])
 
     def close(self) -> None:
         os.close(self._csv)

@@ -77,7 +77,6 @@ class Run:
         self.section, self.knobs, self.machine, self.launcher, self.cases = section, knobs, machine, launcher, cases
         self.stamp = os.environ.get("MOE_EP_STAMP") or time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         self.files = RowFiles(Path(knobs.out_dir), prefix(), self.stamp, section.name)
-        self.statuses: dict[str, str] = {}
         self.git = git_label()
         self.fingerprint = fingerprint(machine)
         self.eager: dict[str, str] = {}  # case key -> why its graph could not be captured
@@ -91,7 +90,7 @@ class Run:
         record = {"samples": samples, "knobs": self.knobs.as_text(), "fingerprint": self.fingerprint}
         with SIGNALS.held():
             self.files.append(row, case.key, record)
-            self.statuses[case.key] = status
+
         latency = columns.get("lat_us_p50")
         outcome = f"{status}: {reason}" if reason else status
         if status == "ok" and latency:
@@ -176,7 +175,7 @@ class Run:
                 self._run_group(group)
         except Interrupted:
             for case in todo:
-                if case.key not in self.statuses:
+                if case.key not in self.files.done:
                     status = "interrupted" if case.support.ok else case.support.status
                     self.write(case, status, case.support.reason, {}, {})
             return INTERRUPTED_EXIT
@@ -268,7 +267,7 @@ class Run:
         return write_peaks(path, found, self.stamp)
 
     def exit_code(self) -> int:
-        statuses = list(self.statuses.values()) + ["ok"] * (len(self.cases) - len(self.statuses))
+        statuses = [self.files.done[case.key] for case in self.cases]
         if any(status in RED for status in statuses):
             return FAILED_EXIT
         if "ok" in statuses:

@@ -6,12 +6,13 @@ rank; lib/measure.py gathers them over ranks and lib/stats.py reduces them.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from lib.contract import Session
+from lib.contract import Phase, Session
 
 NS_PER_US = 1000.0
 # Called after the timed calls, before the timed phases; with a graph's replay, where that is what was timed.
@@ -59,8 +60,25 @@ def _us(start_ns: int, end_ns: int) -> float:
     return (end_ns - start_ns) / NS_PER_US
 
 
+def leading_phases(session: Session) -> list[Phase]:
+    """The untimed phases before the first timed one: they stage the inputs."""
+    return list(itertools.takewhile(lambda phase: not phase.timed, session.phases))
+
+
+def main_phases(session: Session) -> list[Phase]:
+    """All phases from the first timed one on."""
+    return session.phases[len(leading_phases(session)) :]
+
+
 def run_phases(session: Session) -> tuple[dict[str, float], float, float]:
-    """One staged call: microseconds by phase, the sum of gaps between timed phases, and the span without untimed ones.
+    """One whole staged call, input staging first; see time_phases."""
+    for phase in leading_phases(session):
+        phase.fn()
+    return time_phases(main_phases(session))
+
+
+def time_phases(phases: list[Phase]) -> tuple[dict[str, float], float, float]:
+    """Microseconds by phase, the sum of gaps between timed phases, and the span without untimed ones.
 
     An untimed phase is taken out of the span and of the gap that it stands in.
     """
@@ -68,7 +86,7 @@ def run_phases(session: Session) -> tuple[dict[str, float], float, float]:
     gap = untimed = 0.0
     previous_end = None
     now = time.perf_counter_ns
-    for phase in session.phases:
+    for phase in phases:
         start = now()
         phase.fn()
         end = now()
@@ -76,13 +94,9 @@ def run_phases(session: Session) -> tuple[dict[str, float], float, float]:
             untimed += _us(start, end)
             continue
         durations[phase.name] = durations.get(phase.name, 0.0) + _us(start, end)
-        if previous_end is None:
-            untimed = 0.0
-        else:
+        if previous_end is not None:
             gap += _us(previous_end, start) - untimed
-            untimed = 0.0
-        previous_end = end
-    assert previous_end is not None, "a session has at least one timed phase"
+        previous_end, untimed = end, 0.0
     return durations, gap, sum(durations.values()) + gap
 
 
@@ -104,9 +118,11 @@ def e2e(session: Session, tools: HostTools, plan: Plan, between_series: BetweenS
     try:
         for iteration in range(plan.warmup + plan.iters):
             arrived.clear()
+            for phase in leading_phases(session):
+                phase.fn()
             tools.rendezvous()
             start = now()
-            durations, gap, span = run_phases(session)
+            durations, gap, span = time_phases(main_phases(session))
             if iteration < plan.warmup:
                 continue
             for name, duration in durations.items():
@@ -142,7 +158,7 @@ def e2e_pipelined(session: Session, tools: HostTools, plan: Plan, between_series
     between_series(None)
     tools.rendezvous()
     for call in range(calls):
-        durations, gap, span = run_phases(session)
+        durations, gap, span = time_phases(main_phases(session))
         if call < PIPELINED_DROPPED:
             continue
         for name, duration in durations.items():

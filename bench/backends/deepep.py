@@ -51,6 +51,14 @@ def ll_buffer_bytes(problem: Problem) -> int:
     return LL_BUFFERS * slots * (max(message, combined) + combined)
 
 
+def dequantized(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """rows [..., H] e4m3 and scales [..., H/128] float32 to bf16."""
+    import torch
+
+    blocks = rows.float().unflatten(-1, (-1, SCALE_BLOCK)) * scales.unsqueeze(-1)
+    return blocks.flatten(-2).to(torch.bfloat16)
+
+
 class DeepEPSession(Session):
     """What both modes share: the engine's buffer, the received rows, the staged identity, the output."""
 
@@ -83,15 +91,6 @@ class DeepEPSession(Session):
     def _keep(self, received: Any) -> None:
         """DeepEP gives rows, or rows and scales."""
         self.rows, self.scales = received if isinstance(received, tuple) else (received, None)
-
-    def _rows_bf16(self) -> torch.Tensor:
-        import torch
-
-        assert self.rows is not None
-        if self.scales is None:
-            return self.rows
-        blocks = self.rows.float().unflatten(-1, (-1, SCALE_BLOCK)) * self.scales.unsqueeze(-1)
-        return blocks.flatten(-2).to(torch.bfloat16)
 
     def poison(self) -> None:
         """DeepEP allocates its results itself: what this session still holds of them is overwritten."""
@@ -168,7 +167,9 @@ class HighThroughputSession(DeepEPSession):
         import torch
 
         mine = torch.where(self.recv_ids >= 0, self.recv_weights, 0.0).sum(1, keepdim=True)
-        weighted = (self._rows_bf16().float() * mine).to(torch.bfloat16)
+        assert self.rows is not None
+        rows = self.rows if self.scales is None else dequantized(self.rows, self.scales)
+        weighted = (rows.float() * mine).to(torch.bfloat16)
         if self.staged is None or self.staged.shape != weighted.shape:
             self.staged = weighted
         else:
@@ -213,9 +214,13 @@ class LowLatencySession(DeepEPSession):
         self.max_tokens = max(problem.tokens, 1)
         self.buffer.clean_low_latency_buffer(self.max_tokens, problem.hidden, problem.num_experts)
         self.out = inputs.x.new_zeros(inputs.x.shape)
-        between = [Phase("dequantize", self._dequantize, timed=False)] if self.dispatch_format == "fp8" else []
-        self.phases = [Phase("dispatch", self._dispatch), *between, Phase("combine", self._combine)]
-        self.quant_included = True if self.dispatch_format == "fp8" else None
+        self.phases = [Phase("dispatch", self._dispatch), Phase("combine", self._combine)]
+        if self.dispatch_format == "fp8":
+            # Slots are handed out by atomics, anew in each dispatch: what combine gets has to come from this one.
+            self.phases.insert(1, Phase("dequantize", self._dequantize, timed=False))
+            self.staging_included = self.quant_included = True
+            self._dispatch()
+            self.used_slots = int(self.counts.max())  # the routing of a point is fixed, so are an expert's counts
 
     def _dispatch(self) -> None:
         self.mark_arrival()
@@ -228,16 +233,24 @@ class LowLatencySession(DeepEPSession):
         )
         self._keep(received)
 
+    def call(self) -> None:
+        self._dispatch()
+        if self.staging_included:
+            self._dequantize()
+        self._combine()
+
     def _dequantize(self) -> None:
-        rows = self._rows_bf16()
+        """The slots that are in use, to bf16, into a buffer of the shape that combine takes."""
+        import torch
+
+        assert self.rows is not None
+        assert self.scales is not None
         if self.staged is None:
-            self.staged = rows
-        else:
-            self.staged.copy_(rows)
+            self.staged = torch.zeros(self.rows.shape, dtype=torch.bfloat16, device=self.rows.device)
+        used = slice(0, self.used_slots)
+        self.staged[:, used] = dequantized(self.rows[:, used], self.scales[:, used])
 
     def _combine(self) -> None:
-        if self.dispatch_format == "fp8" and self.staged is None:
-            self._dequantize()
         source = self.staged if self.dispatch_format == "fp8" else self.rows
         ids, weights = self.inputs.topk_idx, self.inputs.topk_weights
         self.buffer.low_latency_combine(source, ids, weights, self.handle, out=self.out)

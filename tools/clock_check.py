@@ -1,0 +1,236 @@
+"""Is the clock right? Kernels of known length, read back by every method of lib/device_timing.py, on real GPUs.
+
+    python -m torch.distributed.run --standalone --nproc-per-node=2 -m tools.clock_check [--out clock.csv]
+
+The known length is made on the device: a kernel that spins until %globaltimer (32 ns steps on an H200) says so. One
+line a check: what was expected, what was read, the limit, and whether it holds. Exit code 1 if one does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lib import device_timing, stats
+from lib.contract import Group, Phase, Session
+from lib.device import cuda_group, make_tools
+from lib.device_timing import DeviceTools
+from lib.kernels import profile_session
+from lib.timing import Plan, Samples
+
+LENGTHS_US = (20, 100, 1000)
+FLOOR_US, SHARE = 1.0, 0.01  # a length is right within the larger of the two
+EXCESS_US = 2.0
+SLEEP_S, SLEEP_SHARE = 2e-3, 0.02
+DELAY_US, DELAY_LIMIT_US = 200, 10.0
+COPY_BYTES = 32 << 20
+COLD_MARGIN = 1.05  # cold must be at least this much slower than warm on the copy
+PLAN = Plan(warmup=10, iters=50, iters_per_graph=20)
+TIMEOUT_S = 300
+SPIN = r"""
+extern "C" __global__ void moe_ep_spin(unsigned long long ns) {
+  unsigned long long start, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+  do { asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); } while (now - start < ns);
+}
+"""
+
+
+@dataclass
+class Line:
+    """One check of the table."""
+
+    check: str
+    method: str
+    expected_us: float
+    read_us: float
+    limit_us: float
+    ok: bool
+
+
+class Work(Session):
+    """A session made of plain functions, one a phase; the call runs them all."""
+
+    capturable = ""
+    kernels = {"call": [""]}  # noqa: RUF012 - whatever runs is this session's
+
+    def __init__(self, *steps: Callable[[], None]) -> None:
+        self.steps = steps
+        self.phases = [Phase(f"step{number}", step) for number, step in enumerate(steps)]
+
+    def call(self) -> None:
+        for step in self.steps:
+            step()
+
+    def bare_kernel(self) -> Callable[[], None]:
+        return self.call
+
+
+class Late(Work):
+    """A delay on the device, then the arrival, then a meeting of all ranks on the device."""
+
+    def __init__(self, delay: Callable[[], None], meet: Callable[[], None]) -> None:
+        def arrive() -> None:
+            delay()
+            self.mark_arrival()
+            meet()
+
+        super().__init__(arrive)
+
+
+class Checks:
+    """All checks of one machine; every rank runs them, rank 0 keeps the lines."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.tools = make_tools(group, cold=False)
+        self.kernel = torch.cuda._compile_kernel(SPIN, "moe_ep_spin")
+        self.lines: list[Line] = []
+
+    def spin(self, length_us: float) -> Callable[[], None]:
+        nanoseconds = int(length_us * 1000)
+        return lambda: self.kernel(grid=(1, 1, 1), block=(1, 1, 1), args=[nanoseconds])
+
+    def measure(self, method: str, session: Session, tools: DeviceTools | None = None) -> list[Samples]:
+        samples = device_timing.METHODS[method](session, tools or self.tools, PLAN, lambda replay: None)
+        everyone: list[Any] = [None] * self.group.world
+        dist.all_gather_object(everyone, samples, group=self.group.host_pg)
+        return everyone
+
+    def p50(self, method: str, session: Session, tools: DeviceTools | None = None) -> float:
+        total = list(zip(*(samples.total for samples in self.measure(method, session, tools)), strict=True))
+        pipelined = method == "e2e_pipelined"
+        return median(stats.median_over_ranks(total) if pipelined else stats.max_over_ranks(total))
+
+    def add(self, check: str, method: str, expected: float, read: float, limit: float, ok: bool | None = None) -> None:
+        holds = abs(read - expected) <= limit if ok is None else ok
+        self.lines.append(Line(check, method, expected, read, limit, holds))
+
+    # -- the checks
+
+    def lengths(self) -> None:
+        empty = self.spin(0)
+        boundary = self.p50("e2e_pipelined", Work(empty))
+        empty_call = self.p50("e2e", Work(empty))
+        self.add("empty boundary", "e2e_pipelined", 0, boundary, 0, ok=True)
+        self.add("empty call", "e2e", 0, empty_call, 0, ok=True)
+        in_graph = self.p50("graph", Work(empty))
+        self.add("empty call", "graph", 0, in_graph, 0, ok=True)
+        for length in LENGTHS_US:
+            session, limit = Work(self.spin(length)), max(FLOOR_US, SHARE * length)
+            self.add(f"spin {length}", "graph", length, self.p50("graph", session), limit)
+            launched = self.p50("kernel", session)
+            self.add(f"spin {length} less an empty call", "kernel", length, launched - empty_call, limit)
+            times = profile_session(session, self.tools)
+            self.add(f"spin {length}", "kernel_us", length, median(times.total_us), limit)
+            period = self.p50("e2e_pipelined", session)
+            self.add(f"spin {length} less an empty boundary", "e2e_pipelined", length, period - boundary, limit)
+            whole = self.p50("e2e", session)
+            within = length <= whole and abs(whole - length - empty_call) <= EXCESS_US
+            self.add(f"spin {length} less an empty call", "e2e", length, whole - empty_call, EXCESS_US, ok=within)
+
+    def phases_add_up(self) -> None:
+        session = Work(self.spin(20), self.spin(100))
+        everyone = self.measure("e2e", session)
+        total = median(stats.max_over_ranks(list(zip(*(s.total for s in everyone), strict=True))))
+        spans = median(stats.max_over_ranks(list(zip(*(s.phase_total for s in everyone), strict=True))))
+        gap = median(stats.max_over_ranks(list(zip(*(s.gaps for s in everyone), strict=True))))
+        self.add("phases + gap", "e2e", total, spans, EXCESS_US + gap)
+
+    def late_host(self) -> None:
+        session, late_rank = Work(self.spin(100)), self.group.world - 1
+
+        def late() -> None:
+            if self.group.rank == late_rank:
+                time.sleep(SLEEP_S)
+            self.tools.rendezvous()
+
+        punctual = self.p50("e2e", session)
+        delayed = self.p50("e2e", session, replace(self.tools, rendezvous=late))
+        self.add(f"2 ms host sleep on rank {late_rank}", "e2e", punctual, delayed, SLEEP_SHARE * punctual)
+
+    def late_device(self) -> None:
+        for rank in range(self.group.world):
+            delay = self.spin(DELAY_US if self.group.rank == rank else 0)
+            session = Late(delay, self.tools.align)
+            everyone = self.measure("e2e", session)
+            arrivals = list(zip(*(samples.arrivals for samples in everyone), strict=True))
+            skew, slowest = stats.skew_us(arrivals), stats.slowest_rank(arrivals)
+            named = slowest == rank and abs(skew - DELAY_US) <= DELAY_LIMIT_US
+            self.add(
+                f"200 us on rank {rank}, slowest_rank {slowest}", "skew_us", DELAY_US, skew, DELAY_LIMIT_US, ok=named
+            )
+
+    def cold_l2(self) -> None:
+        source = torch.rand(COPY_BYTES // 4, device=self.group.device)
+        target = torch.empty_like(source)
+
+        def copy() -> None:
+            target.copy_(source)
+
+        session = Work(copy)
+        warm = self.p50("e2e", session)
+        cold = self.p50("e2e", session, make_tools(self.group, cold=True))
+        self.add(
+            "32 MB copy, cold over warm", "e2e", warm, cold, warm * (COLD_MARGIN - 1), ok=cold >= COLD_MARGIN * warm
+        )
+
+
+def run(group: Group) -> list[Line]:
+    checks = Checks(group)
+    checks.lengths()
+    checks.phases_add_up()
+    checks.late_host()
+    if group.world > 1:
+        checks.late_device()
+    checks.cold_l2()
+    return checks.lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--out", type=Path, help="CSV to write")
+    out = parser.parse_args().out
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if not torch.cuda.is_available():
+        sys.stderr.write("clock_check: needs a CUDA GPU, this machine has none\n")
+        return 4
+    group = cuda_group(rank, world, int(os.environ.get("LOCAL_RANK", "0")), 1, datetime.timedelta(seconds=TIMEOUT_S))
+    lines = run(group)
+    if rank == 0:
+        for line in lines:
+            verdict = "ok" if line.ok else "WRONG"
+            sys.stdout.write(
+                f"{line.check:36} {line.method:14} {line.expected_us:10.2f} {line.read_us:10.2f} {verdict}\n"
+            )
+        if out is not None:
+            with out.open("w", newline="") as file:
+                writer = csv.writer(file, lineterminator="\n")
+                writer.writerow(["check", "method", "expected_us", "read_us", "limit_us", "ok", "device", "world"])
+                device = torch.cuda.get_device_name()
+                for line in lines:
+                    cells = [
+                        line.check,
+                        line.method,
+                        *(f"{v:.3f}" for v in (line.expected_us, line.read_us, line.limit_us)),
+                    ]
+                    writer.writerow([*cells, int(line.ok), device, world])
+    dist.barrier(group=group.host_pg)
+    dist.destroy_process_group()
+    return 0 if all(line.ok for line in lines) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

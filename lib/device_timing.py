@@ -31,6 +31,8 @@ NS_PER_US = 1000.0
 US_PER_MS = 1000.0
 GRAPH_UNTIMED_REPLAYS = 3
 GRAPH_MIN_REPLAYS = 20
+DELAY_CYCLES = 400_000  # about 0.2 ms: longer than the enqueue of a graph or a bare kernel
+HOST_WARM_UP_NS = 200_000
 CAPTURE_WARMUP_CALLS = 3  # on a side stream, so that lazy allocations are over before capture
 
 
@@ -43,14 +45,30 @@ class DeviceTools:
     flush: Callable[[], None] | None  # None: L2=warm
     agree: Callable[[str], str]  # "" from all ranks, or the first rank's problem
 
-    def cold_start(self) -> None:
-        """Nothing in flight, all ranks here, then all devices here. Enqueued work ends with the device barrier."""
+    def cold_start(self, hide_enqueue: bool = False) -> None:
+        """Nothing in flight, all ranks here, then all devices here. Enqueued work ends with the device barrier.
+
+        With `hide_enqueue` a delay kernel before the barrier lets the host enqueue what follows while it runs, for
+        methods that time the device alone.
+        """
         torch.cuda.synchronize()
         if self.flush is not None:
             self.flush()
             torch.cuda.synchronize()  # else the host would run ahead under the flush, and hide its enqueue time
         self.rendezvous()
+        warm_up_host()
+        if hide_enqueue:
+            torch.cuda._sleep(DELAY_CYCLES)
         self.align()
+
+
+def warm_up_host() -> None:
+    """Keep the launch path busy for a moment: a host that slept enqueues slower for a while, and so would be timed."""
+    until = time.perf_counter_ns() + HOST_WARM_UP_NS
+    mark = event()
+    while time.perf_counter_ns() < until:
+        mark.record()
+    torch.cuda.synchronize()
 
 
 def event(external: bool = False) -> torch.cuda.Event:
@@ -215,7 +233,7 @@ def graph(session: Session, tools: DeviceTools, plan: Plan, between_series: Betw
     start, end = event(), event()
     replays = max(GRAPH_MIN_REPLAYS, math.ceil(plan.iters / count))
     for replay in range(GRAPH_UNTIMED_REPLAYS + replays):
-        tools.cold_start()
+        tools.cold_start(hide_enqueue=True)
         start.record()
         started = time.perf_counter_ns()
         calls.replay()
@@ -242,13 +260,13 @@ def graph(session: Session, tools: DeviceTools, plan: Plan, between_series: Betw
 
 
 def kernel(session: Session, tools: DeviceTools, plan: Plan, between_series: BetweenSeries) -> Samples:
-    """The library's bare launch, one at a time; its enqueue hides behind the device barrier before it."""
+    """The library's bare launch, one at a time; its enqueue hides behind a delay kernel before the device barrier."""
     launch = session.bare_kernel()
     assert launch is not None, "measure_case asks before it calls"
     samples = Samples()
     start, end = event(), event()
     for iteration in range(plan.warmup + plan.iters):
-        tools.cold_start()
+        tools.cold_start(hide_enqueue=True)
         start.record()
         started = time.perf_counter_ns()
         launch()

@@ -207,7 +207,11 @@ class LowLatencySession(DeepEPSession):
     capturable = ""
     # the weighted sum over experts is added in the order of the token's own top-k slots
     deterministic = True
-    kernels = {"dispatch": [r"::dispatch<"], "combine": [r"::combine<"]}  # noqa: RUF012 - a constant of the class
+    kernels = {  # noqa: RUF012 - a constant of the class
+        "dispatch": [r"::dispatch<"],
+        "combine": [r"::combine<"],
+        "staging": [r"at::native"],
+    }
 
     def __init__(self, engine: DeepEPEngine, problem: Problem, inputs: Inputs) -> None:
         super().__init__(engine, problem, inputs)

@@ -1,0 +1,191 @@
+#!/usr/bin/env python3
+"""Write down the signatures of one class of a library, read from its Python source without importing it.
+
+    record_signatures.py WHEEL_OR_FOLDER MODULE CLASS [--out FILE]
+
+An EP library's extension needs a GPU to load, so a contract test can't ask the library itself; it asks this record,
+which was made from the very wheel that the adapter was verified with. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+USAGE_EXIT = 2
+KINDS = ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD", "VAR_POSITIONAL", "KEYWORD_ONLY", "VAR_KEYWORD")
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Parameter = dict[str, str]
+Method = dict[str, "bool | list[Parameter]"]
+Record = dict[str, "str | dict[str, Method]"]
+
+
+class UsageError(Exception):
+    """One sentence for whoever typed the command."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; usage: {self.prog} WHEEL_OR_FOLDER MODULE CLASS [--out FILE]")
+
+
+class Package:
+    """The text files of a wheel, or of the folder that it was unpacked or installed to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.wheel: zipfile.ZipFile | None = None
+        if path.is_dir():
+            self.names = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
+            return
+        if not path.exists():
+            raise UsageError(f"{path} does not exist")
+        try:
+            self.wheel = zipfile.ZipFile(path)
+        except zipfile.BadZipFile as error:
+            raise UsageError(f"{path} is neither a wheel nor a folder") from error
+        self.names = set(self.wheel.namelist())
+
+    def read(self, name: str) -> str:
+        data = self.wheel.read(name) if self.wheel else (self.path / name).read_bytes()
+        return data.decode()
+
+    def source_of(self, module: str) -> str:
+        """The name of the file that holds a dotted module."""
+        stem = module.replace(".", "/")
+        for name in (f"{stem}/__init__.py", f"{stem}.py"):
+            if name in self.names:
+                return name
+        raise UsageError(f"{self.path} has no Python source of the module {module}")
+
+    def distribution(self, file: str) -> tuple[str, str]:
+        """(name, version) of the distribution that brought a file: a folder may hold several."""
+        for name in sorted(self.names):
+            folder, _, last = name.rpartition("/")
+            if last != "METADATA" or not folder.endswith(".dist-info"):
+                continue
+            recorded = self.read(f"{folder}/RECORD") if f"{folder}/RECORD" in self.names else ""
+            if file in {line.partition(",")[0] for line in recorded.splitlines()}:
+                fields = dict(line.split(": ", 1) for line in self.read(name).splitlines() if ": " in line)
+                return fields["Name"], fields["Version"]
+        raise UsageError(f"{self.path} has no *.dist-info that lists {file}, so its version is unknown")
+
+
+def find_class(package: Package, module: str, name: str) -> tuple[str, ast.ClassDef]:
+    """The file and the definition of a class, followed through `from .x import Class` to where it stands."""
+    file = package.source_of(module)
+    tree = ast.parse(package.read(file), file)
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return file, node
+    parent = module if file.endswith("/__init__.py") else module.rpartition(".")[0]
+    for node in tree.body:
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        for alias in node.names:
+            if (alias.asname or alias.name) == name:
+                return find_class(package, absolute(node, parent), alias.name)
+    raise UsageError(f"{file} has no class {name}")
+
+
+def absolute(node: ast.ImportFrom, parent: str) -> str:
+    """The dotted module that an import in the package `parent` names."""
+    if not node.level:
+        return node.module or ""
+    parts = parent.split(".")
+    base = parts[: len(parts) - node.level + 1]
+    return ".".join([*base, *([node.module] if node.module else [])])
+
+
+def parameters(function: Function, bound: bool) -> Iterator[Parameter]:
+    """Name, kind and default of each parameter in order, without `self` or `cls` where the method is bound."""
+    args = function.args
+    positional = [(arg, KINDS[0]) for arg in args.posonlyargs] + [(arg, KINDS[1]) for arg in args.args]
+    defaults: list[ast.expr | None] = [None] * (len(positional) - len(args.defaults)) + list(args.defaults)
+    ordered = [(arg, kind, default) for (arg, kind), default in zip(positional, defaults, strict=True)][bound:]
+    ordered += [(args.vararg, KINDS[2], None)] if args.vararg else []
+    ordered += [(arg, KINDS[3], default) for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    ordered += [(args.kwarg, KINDS[4], None)] if args.kwarg else []
+    for arg, kind, default in ordered:
+        yield {"name": arg.arg, "kind": kind} | ({"default": ast.unparse(default)} if default else {})
+
+
+def methods(definition: ast.ClassDef) -> dict[str, Method]:
+    """The constructor and the public methods that the class itself defines; properties are no methods."""
+    found: dict[str, Method] = {}
+    for node in definition.body:
+        if not isinstance(node, Function) or (node.name.startswith("_") and node.name != "__init__"):
+            continue
+        decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
+        if "property" in decorators or any(name.endswith(".setter") for name in decorators):
+            continue
+        static = "staticmethod" in decorators
+        found[node.name] = {"static": static, "parameters": list(parameters(node, bound=not static))}
+    return found
+
+
+def record(path: Path, module: str, name: str) -> Record:
+    package = Package(path)
+    try:
+        file, definition = find_class(package, module, name)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} holds a source that does not parse: {error}") from error
+    except RecursionError as error:
+        raise UsageError(f"{module} imports {name} in a circle") from error
+    distribution, version = package.distribution(file)
+    return {
+        "distribution": distribution,
+        "version": version,
+        "module": module,
+        "class": name,
+        "source": file,
+        "methods": methods(definition),
+    }
+
+
+def as_json(value: object, depth: int = 0) -> str:
+    """JSON with one parameter a line, so that a changed signature is a readable diff."""
+    inner, close = "  " * (depth + 1), "  " * depth
+    if isinstance(value, dict) and value and "kind" not in value:
+        items = [f"{inner}{json.dumps(key)}: {as_json(entry, depth + 1)}" for key, entry in value.items()]
+        return "{\n" + ",\n".join(items) + f"\n{close}}}"
+    if isinstance(value, list) and value:
+        return "[\n" + ",\n".join(f"{inner}{as_json(entry, depth + 1)}" for entry in value) + f"\n{close}]"
+    return json.dumps(value)
+
+
+def run(arguments: list[str]) -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser(prog="record_signatures.py", description=__doc__, formatter_class=raw)
+    parser.add_argument("path", metavar="WHEEL_OR_FOLDER", type=Path)
+    parser.add_argument("module", metavar="MODULE", help="dotted name, such as deep_ep")
+    parser.add_argument("name", metavar="CLASS", help="such as Buffer; followed to where the module imports it from")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="instead of stdout")
+    args = parser.parse_args(arguments)
+    text = as_json(record(args.path, args.module, args.name)) + "\n"
+    if args.out is None:
+        sys.stdout.write(text)
+        return
+    try:
+        args.out.write_text(text)
+    except OSError as error:
+        raise UsageError(f"{args.out} can't be written: {error.strerror}") from error
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        run(arguments)
+    except UsageError as error:
+        print(f"record_signatures.py: {error}", file=sys.stderr)
+        return USAGE_EXIT
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -32,7 +32,7 @@ US_PER_MS = 1000.0
 GRAPH_UNTIMED_REPLAYS = 3
 GRAPH_MIN_REPLAYS = 20
 DELAY_CYCLES = 400_000  # about 0.2 ms: longer than the enqueue of a graph or a bare kernel
-HOST_WARM_UP_NS = 200_000
+HOST_WARM_UP_NS = 1_000_000
 CAPTURE_WARMUP_CALLS = 3  # on a side stream, so that lazy allocations are over before capture
 
 

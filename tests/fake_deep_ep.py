@@ -1,24 +1,18 @@
 """A `deep_ep` for machines without a GPU: DeepEP's legacy Buffer on CPU tensors, its exchange over gloo.
 
 Signatures are those recorded from a real wheel (tests/signatures), so a call that the library would refuse is refused
-here; asserts are the library's own, of the commit that wheel was built from (92fe2de, between v1.2.1 and v2). What is
-random on the GPU is random here: ll's slot order. What is uninitialised there is NaN here.
+here; asserts are the library's own, at the commit whose buffer.py that wheel holds (92fe2de). What is random on the
+GPU is random here: ll's slot order. What is uninitialised there is NaN here.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import functools
-import inspect
-import json
 import os
-import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -26,65 +20,23 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lib.formats import quantize
+from tests.recorded import enforced
 
-SIGNATURES = Path(__file__).resolve().parent / "signatures" / "deep_ep_1.2.1.json"
-BUFFER_ALIGNMENT = 128  # csrc/kernels/configs.cuh, NUM_BUFFER_ALIGNMENT_BYTES
+SIGNATURES = "deep_ep_1.2.1.json"
+FAULTS = ("corrupt_row", "swap_slots", "skip_weights")  # what `Buffer.fault` may be, beside ""
+ALIGNMENT = 128  # csrc/kernels/configs.cuh, NUM_BUFFER_ALIGNMENT_BYTES
 NVL_PEERS = 8  # csrc/kernels/configs.cuh, NUM_MAX_NVL_PEERS
+MAX_LOCAL_EXPERTS = 1024  # csrc/kernels/configs.cuh, NUM_MAX_LOCAL_EXPERTS
 HT_RANKS = (2, 4, 8)  # csrc/kernels/launch.cuh, SWITCH_RANKS
-HT_TMA_BYTES = 8192  # csrc/kernels/intranode.cu: half a row and a barrier of 8 bytes have to fit
+HT_MAX_TOPK = 32  # csrc/kernels/intranode.cu
+HT_TMA_BYTES = 8192  # csrc/kernels/intranode.cu: half a row and a barrier of 8 bytes
+NVL_CHUNK = 256  # deep_ep/buffer.py, num_max_nvl_chunked_recv_tokens of every one-node config
 LL_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)  # csrc/kernels/launch.cuh, SWITCH_HIDDEN
-NVL_CHUNK = 256  # deep_ep/buffer.py, num_max_nvl_chunked_recv_tokens of every config of one node
-RESULTS_ALIVE = 2  # deep_ep/buffer.py, low_latency_dispatch: "cannot hold more than 2"
-GARBAGE = -(1 << 30)  # what stands in a source index that the kernel does not write
+LL_MAX_TOPK = 11  # csrc/kernels/internode_ll.cu, kNumMaxTopK
+RESULTS_ALIVE = 2  # deep_ep/buffer.py, low_latency_dispatch's warning
+GARBAGE = -(1 << 30)  # where the kernel writes no source token
 
-
-def recorded_signatures(path: Path = SIGNATURES) -> dict[str, inspect.Signature]:
-    """Every recorded method as a signature to bind calls to, without self."""
-    found = {}
-    for name, method in json.loads(path.read_text())["methods"].items():
-        parameters = [
-            inspect.Parameter(
-                parameter["name"],
-                getattr(inspect.Parameter, parameter["kind"]),
-                default=ast.literal_eval(parameter["default"]) if "default" in parameter else inspect.Parameter.empty,
-            )
-            for parameter in method["parameters"]
-        ]
-        found[name] = inspect.Signature(parameters)
-    return found
-
-
-def enforce_signatures(cls: type[Buffer]) -> type[Buffer]:
-    """Bind every call to the recorded signature, and note it in `cls.calls`; what the fake lacks says so."""
-    recorded = json.loads(SIGNATURES.read_text())["methods"]
-    for name, signature in recorded_signatures().items():
-        static = recorded[name]["static"]
-        made = cls.__dict__.get(name)
-        assert made is None or isinstance(made, staticmethod) == static, f"{name} is static in one of them only"
-        setattr(cls, name, _bound(name, made.__func__ if isinstance(made, staticmethod) else made, signature, static))
-    surplus = {name for name in cls.__dict__ if not name.startswith("_")} - set(recorded) - {"num_sms", "calls", "fault"}
-    assert not surplus, f"the recorded class has no {surplus}"
-    return cls
-
-
-def _bound(name: str, made: Callable[..., Any] | None, signature: inspect.Signature, static: bool) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        own, rest = ((), args) if static else (args[:1], args[1:])
-        bound = signature.bind(*rest, **kwargs)
-        Buffer.calls.append((name, {key: _told(value) for key, value in bound.arguments.items()}))
-        if made is None:
-            raise NotImplementedError(f"the fake has no {name}")
-        bound.apply_defaults()
-        return made(*own, **bound.arguments)
-
-    return staticmethod(call) if static else functools.wraps(made or call)(call)
-
-
-def _told(value: Any) -> Any:
-    """An argument as a record keeps it: no tensor, or the record would keep a dispatch's result alive."""
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return tuple(_told(item) for item in value) if isinstance(value, tuple) else value
+_alive: list[Buffer] = []
 
 
 @dataclass(frozen=True)
@@ -102,51 +54,58 @@ class EventOverlap:
 
 
 def low_latency_bytes(tokens: int, hidden: int, experts: int) -> int:
-    """csrc/config.hpp, LowLatencyLayout: two send, receive and signal buffers, then up to the next 128."""
+    """csrc/config.hpp, LowLatencyLayout: two send, receive and signal buffers; the hint is the next multiple of 128."""
     scales = hidden // 128 * 4
-    dispatch_message = 16 + max(2 * hidden, hidden + scales)
-    combine_message = scales + 2 * hidden
+    dispatch_message, combine_message = 16 + max(2 * hidden, hidden + scales), scales + 2 * hidden
     send = max(tokens * dispatch_message, experts * tokens * combine_message)
     receive = experts * tokens * max(dispatch_message, combine_message)
-    signals = -(-experts * 4 // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
-    total = 2 * (send + receive + signals)
-    return (total + BUFFER_ALIGNMENT) // BUFFER_ALIGNMENT * BUFFER_ALIGNMENT
+    signals = -(-experts * 4 // ALIGNMENT) * ALIGNMENT
+    return (2 * (send + receive + signals) + ALIGNMENT) // ALIGNMENT * ALIGNMENT
 
 
-@dataclass
-class Faults:
-    """Ways in which tests break the fake, on rank 1 only: "", corrupt_row, swap_slots or skip_weights."""
+def _is(tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> None:
+    """The library's checks of one argument: type, shape (-1 = any), contiguous."""
+    assert tensor.dtype == dtype, f"{tensor.dtype}, not {dtype}"
+    assert tensor.dim() == len(shape), f"{tensor.dim()} dimensions, not {len(shape)}"
+    fits = all(want in (-1, size) for size, want in zip(tensor.shape, shape, strict=True))
+    assert fits, f"{list(tensor.shape)}, not {list(shape)}"
+    assert tensor.is_contiguous(), "not contiguous"
 
-    name: str = ""
+
+def _no_extras(options: dict[str, Any]) -> None:
+    used = {name for name, value in options.items() if value not in (None, False, 0)}
+    assert not used, f"the fake has no {used}"
 
 
+def _garbage(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    tensor = torch.empty(shape, dtype=dtype)
+    tensor.view(torch.uint8).fill_(0xFF)  # NaN in bf16, e4m3 and fp32
+    return tensor
+
+
+@enforced(SIGNATURES, attributes={"num_sms", "calls", "fault"})
 class Buffer:
     num_sms: int = 20
     calls: ClassVar[list[tuple[str, dict[str, Any]]]] = []
-    fault: ClassVar[Faults] = Faults()
+    fault: ClassVar[str] = ""  # of rank 1
 
-    def __init__(self, group: Any, num_nvl_bytes: int, num_rdma_bytes: int, low_latency_mode: bool, **more: Any) -> None:
-        assert group is not None, "the fake wants a torch.distributed group"
+    def __init__(self, group: Any, num_nvl_bytes: int, num_rdma_bytes: int, low_latency_mode: bool, **more: Any):
         self._group, self._rank, self._world = group, dist.get_rank(group), dist.get_world_size(group)
-        assert num_nvl_bytes % BUFFER_ALIGNMENT == 0
-        assert num_rdma_bytes % BUFFER_ALIGNMENT == 0
+        assert num_nvl_bytes % ALIGNMENT == num_rdma_bytes % ALIGNMENT == 0
         assert self._world < NVL_PEERS or self._world % NVL_PEERS == 0
         assert num_rdma_bytes == 0 or self._world > NVL_PEERS or low_latency_mode
-        assert more["num_qps_per_rank"] > 0
         self._nvl_bytes, self._rdma_bytes, self._low_latency = num_nvl_bytes, num_rdma_bytes, low_latency_mode
-        self._qps, self._explicit = more["num_qps_per_rank"], more["explicitly_destroy"]
-        self._qp_depth = int(os.environ.get("NVSHMEM_QP_DEPTH", "1024")) if low_latency_mode else 0
-        self._alive = True
+        self._queues, self._explicit = more["num_qps_per_rank"], more["explicitly_destroy"]
+        self._queue_depth = int(os.environ.get("NVSHMEM_QP_DEPTH", "1024"))
         self._results: list[StorageWeakRef] = []
-        self._order = random.Random(self._rank)
-        self._gather(None)  # the real one exchanges its memory handles
+        self._shuffle = torch.Generator().manual_seed(self._rank)
+        self._gather(None)  # the real one exchanges memory handles
         _alive.append(self)
 
     def destroy(self) -> None:
         assert self._explicit, "`explicitly_destroy` flag must be set"
-        assert self._alive, "destroyed twice"
+        assert self in _alive, "destroyed twice"
         assert dist.is_initialized(), "destroyed after its process group"
-        self._alive = False
         _alive.remove(self)
 
     @staticmethod
@@ -168,60 +127,241 @@ class Buffer:
     ) -> int:
         return low_latency_bytes(num_max_dispatch_tokens_per_rank, hidden, num_experts)
 
-    # -- ht
+    def _gather(self, value: Any) -> list[Any]:
+        """Every rank's value: a collective, as all of the library's calls are but the layout's."""
+        assert dist.is_initialized(), "called after its process group"
+        values: list[Any] = [None] * self._world
+        dist.all_gather_object(values, value, group=self._group)
+        return values
 
-    def get_dispatch_layout(self, topk_idx: torch.Tensor, num_experts: int, **later: Any) -> tuple[Any, ...]:
-        _synchronous(later)
-        assert self._alive
-        assert topk_idx.dim() == 2
-        assert topk_idx.is_contiguous()
-        assert topk_idx.dtype == torch.int64
-        assert num_experts > 0
+    def _break(self, rows: torch.Tensor) -> None:
+        """The fault, on rows [n, H] that came."""
+        if self._rank == 1 and len(rows) > 1:
+            data = rows.view(torch.uint8)
+            if Buffer.fault == "corrupt_row":
+                data[0, -1] ^= 1
+            elif Buffer.fault == "swap_slots":
+                data[[0, 1]] = data[[1, 0]]
+
+    # -- ht: a token once a rank, in the order of source ranks and of their tokens
+
+    def get_dispatch_layout(self, topk_idx: torch.Tensor, num_experts: int, **more: Any) -> tuple[Any, ...]:
+        _no_extras(more)
+        _is(topk_idx, torch.int64, -1, -1)
         owner = torch.where(topk_idx >= 0, topk_idx // (num_experts // self._world), -1)
         in_rank = (owner.unsqueeze(2) == torch.arange(self._world)).any(1)
         per_expert = torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts).int()
         return in_rank.sum(0).int(), None, per_expert, in_rank, EventOverlap()
 
-    def dispatch(self, x: Any, handle: Any, config: Config | None, num_worst_tokens: int, **more: Any) -> tuple[Any, ...]:
-        _synchronous({key: more.pop(key) for key in ("previous_event", "async_finish", "allocate_on_comm_stream")})
-        assert num_worst_tokens == 0, "the fake has no num_worst_tokens"
-        assert more["expert_alignment"] == 1, "the fake has no expert_alignment"
+    def dispatch(self, x: Any, handle: Any, config: Config, **more: Any) -> tuple[Any, ...]:
+        names = ("is_token_in_rank", "num_tokens_per_rank", "num_tokens_per_expert", "topk_idx", "topk_weights")
+        in_rank, per_rank, per_expert, ids, weights = (more.pop(name) for name in names)
+        assert more.pop("expert_alignment") == 1, "the fake has no expert_alignment"
+        _no_extras(more)
         rows, scales = x if isinstance(x, tuple) else (x, None)
-        in_rank = more["is_token_in_rank"] if handle is None else handle[4]
-        ids, weights = more["topk_idx"], more["topk_weights"]
-        self._check_high_throughput(rows, scales, in_rank, ids, config)
+        tokens, local = len(rows), 0
+        self._check_rows(rows, config, topk=0 if ids is None else ids.shape[1], scales=scales)
         if handle is None:
-            per_rank, per_expert = more["num_tokens_per_rank"], more["num_tokens_per_expert"]
-            assert per_rank.dtype == per_expert.dtype == torch.int32
-            assert ids.shape == weights.shape == (len(rows), ids.shape[1])
-            assert weights.dtype == torch.float32
+            _is(per_rank, torch.int32, self._world)
+            _is(per_expert, torch.int32, -1)
+            _is(ids, torch.int64, tokens, -1)
+            _is(weights, torch.float32, *ids.shape)
+            local = len(per_expert) // self._world
+            assert local <= MAX_LOCAL_EXPERTS
         else:
-            assert ids is None
-            assert weights is None
-            assert [len(matrix) for matrix in handle[:2]] == [self._world, self._world]
-        parts = []
-        for rank in range(self._world):
-            token = in_rank[:, rank].nonzero()[:, 0]
-            part = {"token": token.int(), "rows": rows[token], "scales": None if scales is None else scales[token]}
-            if handle is None:
-                local = len(per_expert) // self._world
-                mine = (ids[token] >= 0) & (ids[token] // local == rank)
-                part["ids"] = torch.where(mine, ids[token] - rank * local, -1)
-                part["weights"] = torch.where(mine, weights[token], 0.0)
-            parts.append(part)
-        return self._received(parts, handle, in_rank, config)
-
-    def _received(self, parts: list[dict[str, Any]], handle: Any, in_rank: torch.Tensor, config: Any) -> tuple[Any, ...]:
-        sent = self._gather(parts)  # [source][destination]
-        counts = torch.tensor([[len(part["token"]) for part in source] for source in sent], dtype=torch.int32)
-        came = {key: [source[self._rank][key] for source in sent] for key in parts[0]}
-        rows = self._broken(torch.cat(came["rows"]))
-        got = rows if came["scales"][0] is None else (rows, torch.cat(came["scales"]))
+            assert ids is weights is None
+            in_rank = handle[4]
+        _is(in_rank, torch.bool, tokens, self._world)
+        ranks = range(self._world)
+        sent = self._gather([self._part(rank, rows, scales, in_rank, ids, weights, local) for rank in ranks])
+        came = {name: [source[self._rank][name] for source in sent] for name in sent[0][0]}
+        got = torch.cat(came["rows"])
+        self._break(got)
+        result = got if scales is None else (got, torch.cat(came["scales"]))
         if handle is not None:
-            assert len(rows) == len(handle[3]), "the handle is of another layout"
-            return got, None, None, None, None, EventOverlap()
-        ids, channels = torch.cat(came["ids"]), config.num_sms // 2
-        per_expert = [int((ids == expert).sum()) for expert in range(int(ids.max(initial=-1)) + 1 if False else 0)]
-        channel = torch.zeros(self._world, channels, dtype=torch.int32)
-        handle = (counts.cumsum(0).int(), channel, channel, torch.cat(came["token"]), in_rank, in_rank.int())
-        return got, ids, torch.cat(came["weights"]), per_expert, handle, EventOverlap()
+            assert len(handle[3]) == len(got), "the handle is of another layout"
+            return result, None, None, None, None, EventOverlap()
+        counts = torch.tensor([[len(part["rows"]) for part in source] for source in sent], dtype=torch.int32)
+        channels = torch.zeros(self._world, config.num_sms // 2, dtype=torch.int32)
+        handle = (counts.cumsum(0).int(), channels, channels, torch.cat(came["token"]), in_rank, in_rank.int())
+        recv_ids = torch.cat(came["ids"])
+        per_local_expert = [int((recv_ids == expert).sum()) for expert in range(local)]
+        return result, recv_ids, torch.cat(came["weights"]), per_local_expert, handle, EventOverlap()
+
+    def _part(
+        self, rank: int, rows: torch.Tensor, scales: Any, in_rank: torch.Tensor, ids: Any, weights: Any, local: int
+    ) -> dict[str, torch.Tensor]:
+        """What goes to one rank: ids are local there, -1 and weight 0 for experts of others."""
+        token = in_rank[:, rank].nonzero()[:, 0]
+        part = {"token": token.int(), "rows": rows[token]}
+        if scales is not None:
+            part["scales"] = scales[token]
+        if ids is not None:
+            mine = (ids[token] >= 0) & (ids[token] // local == rank)
+            part["ids"] = torch.where(mine, ids[token] - rank * local, -1)
+            part["weights"] = torch.where(mine, weights[token], 0.0)
+        return part
+
+    def combine(self, x: torch.Tensor, handle: tuple[Any, ...], config: Config, **more: Any) -> tuple[Any, ...]:
+        _no_extras(more)
+        self._check_rows(x, config)
+        assert x.dtype == torch.bfloat16
+        prefix, _, _, token, in_rank, _ = handle
+        _is(prefix, torch.int32, self._world, self._world)
+        _is(token, torch.int32, len(x))
+        ends = [0, *prefix[:, self._rank].tolist()]
+        assert ends[-1] == len(x), "the handle is of another layout"
+        spans = [slice(*ends[source : source + 2]) for source in range(self._world)]
+        back = self._gather([(token[span].long(), x[span]) for span in spans])
+        total = torch.zeros(len(in_rank), x.shape[1])
+        for to_ranks in back:
+            tokens, rows = to_ranks[self._rank]
+            total[tokens] += rows.float()
+        return total.to(torch.bfloat16), None, EventOverlap()
+
+    def _check_rows(self, rows: torch.Tensor, config: Any, topk: int = 0, scales: torch.Tensor | None = None) -> None:
+        assert self in _alive, "the Buffer is destroyed"
+        assert self._world in HT_RANKS, "Unsupported ranks"
+        assert isinstance(config, Config)
+        assert config.num_sms % 2 == 0
+        _is(rows, torch.bfloat16 if scales is None else torch.float8_e4m3fn, -1, -1)
+        row_bytes = rows.shape[1] * rows.element_size()
+        assert row_bytes % 32 == 0
+        assert row_bytes // 2 + 8 <= HT_TMA_BYTES, "half a row does not fit into a warp's shared memory"
+        assert topk <= HT_MAX_TOPK
+        if scales is not None:
+            assert scales.dtype == torch.float32
+            assert scales.shape == (len(rows), rows.shape[1] // 128)
+            row_bytes += 4 * scales.shape[1]
+        queues = config.num_sms // 2 * self._world
+        need = self._world**2 * 4 + queues * (16 + config.num_max_nvl_chunked_recv_tokens * (row_bytes + 4 + 12 * topk))
+        assert need <= self._nvl_bytes, f"the buffer has {self._nvl_bytes} bytes, {need} are needed"
+
+    # -- ll: a token once an expert, into that expert's slots
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        self._check_low_latency(num_max_dispatch_tokens_per_rank, hidden, num_experts)
+        self._gather(None)
+
+    def low_latency_dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, num_experts: int, use_fp8: bool, **more: Any
+    ) -> tuple[Any, ...]:
+        limit = more.pop("num_max_dispatch_tokens_per_rank")
+        _no_extras(more)
+        (tokens, hidden), local = x.shape, num_experts // self._world
+        self._check_low_latency(limit, hidden, num_experts, topk_idx)
+        _is(x, torch.bfloat16, len(topk_idx), hidden)
+        assert tokens <= limit
+        assert not use_fp8 or hidden % 512 == 0
+        self._results = [result for result in self._results if not result.expired()]
+        assert len(self._results) < RESULTS_ALIVE, f"{len(self._results)} dispatch results are still held"
+        quantized = quantize("fp8", x) if use_fp8 else None
+        values, scales = (quantized.values, quantized.scales) if quantized else (x, x.new_zeros(tokens, 0))
+        sent = self._gather([self._messages(rank, values, scales, topk_idx, local) for rank in range(self._world)])
+        return self._into_slots([source[self._rank] for source in sent], limit, num_experts, quantized is not None)
+
+    def _messages(self, rank: int, values: Any, scales: Any, topk_idx: torch.Tensor, local: int) -> tuple[Any, ...]:
+        """(local expert, token, row, scales) of each selection on one rank, in the order in which warps got there."""
+        token, slot = ((topk_idx >= 0) & (topk_idx // local == rank)).nonzero(as_tuple=True)
+        order = torch.randperm(len(token), generator=self._shuffle)
+        token, slot = token[order], slot[order]
+        return topk_idx[token, slot] - rank * local, token.int(), values[token], scales[token]
+
+    def _into_slots(self, came: list[Any], limit: int, num_experts: int, fp8: bool) -> tuple[Any, ...]:
+        local, slots, hidden = num_experts // self._world, self._world * limit, came[0][2].shape[1]
+        rows = _garbage(local, slots, hidden, dtype=came[0][2].dtype)
+        scales = _garbage(local, came[0][3].shape[1], slots, dtype=torch.float32).transpose(1, 2)
+        source_token = torch.full((local, slots), GARBAGE, dtype=torch.int32)
+        ranges = torch.zeros(local, self._world, dtype=torch.int64)
+        counts = torch.zeros(local, dtype=torch.int32)
+        for expert in range(local):
+            for source in torch.randperm(self._world, generator=self._shuffle).tolist():
+                experts, token, values, its_scales = came[source]
+                picked = (experts == expert).nonzero()[:, 0]
+                begin, end = int(counts[expert]), int(counts[expert]) + len(picked)
+                rows[expert, begin:end], scales[expert, begin:end] = values[picked], its_scales[picked]
+                source_token[expert, begin:end] = token[picked]
+                ranges[expert, source] = begin << 32 | len(picked)
+                counts[expert] = end
+        busiest = int(counts.argmax())
+        self._break(rows[busiest, : int(counts[busiest])])
+        self._results.append(StorageWeakRef(rows.untyped_storage()))
+        handle = (source_token, ranges, limit, hidden, num_experts)
+        return (rows, scales) if fp8 else rows, counts, handle, EventOverlap(), None
+
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: tuple[Any, ...],
+        out: torch.Tensor | None,
+        **more: Any,
+    ) -> tuple[Any, ...]:
+        _no_extras(more)
+        source_token, ranges, limit, hidden, num_experts = handle
+        self._check_low_latency(limit, hidden, num_experts, topk_idx)
+        local = num_experts // self._world
+        _is(x, torch.bfloat16, local, self._world * limit, hidden)
+        _is(topk_weights, torch.float32, *topk_idx.shape)
+        out = x.new_empty(len(topk_idx), hidden) if out is None else out
+        _is(out, torch.bfloat16, len(topk_idx), hidden)
+        back: list[list[Any]] = [[] for _ in range(self._world)]
+        for expert in range(local):
+            for source in range(self._world):
+                begin, count = divmod(int(ranges[expert, source]), 1 << 32)
+                span = slice(begin, begin + count)
+                back[source].append((expert + self._rank * local, source_token[expert, span].long(), x[expert, span]))
+        received = _garbage(num_experts, limit, hidden, dtype=torch.bfloat16)
+        for to_ranks in self._gather(back):
+            for expert, token, rows in to_ranks[self._rank]:
+                received[expert, token] = rows
+        out.copy_(self._weighted(received, topk_idx, topk_weights))
+        return out, EventOverlap(), None
+
+    def _weighted(self, received: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        """The sum over a token's choices in their order, float32 [T, H]."""
+        total = torch.zeros(len(topk_idx), received.shape[2])
+        for expert, weight in zip(topk_idx.T, topk_weights.T, strict=True):
+            token = (expert >= 0).nonzero()[:, 0]
+            broken = Buffer.fault == "skip_weights" and self._rank == 1
+            factor = torch.ones_like(weight) if broken else weight
+            total[token] += received[expert[token], token].float() * factor[token].unsqueeze(1)
+        return total
+
+    def _check_low_latency(self, limit: int, hidden: int, num_experts: int, topk_idx: Any = None) -> None:
+        assert self in _alive, "the Buffer is destroyed"
+        assert self._low_latency
+        assert self._queue_depth >= (limit + 1) * 2, f"QP depth {self._queue_depth} is too small for {limit} tokens"
+        assert hidden in LL_HIDDEN, "Unsupported hidden"
+        assert num_experts % self._world == 0
+        assert self._queues >= num_experts // self._world
+        assert self._world * limit % 4 == 0, "TMA requires the number of tokens to be multiple of 4"
+        assert low_latency_bytes(limit, hidden, num_experts) - ALIGNMENT <= self._rdma_bytes
+        if topk_idx is not None:
+            _is(topk_idx, torch.int64, -1, -1)
+            assert topk_idx.shape[1] <= LL_MAX_TOPK
+            assert len(topk_idx) <= limit
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[type[Buffer]]:
+    """`import deep_ep` gives the fake, and a process group can't end before the Buffers that live on it."""
+    module: Any = types.ModuleType("deep_ep")
+    module.Buffer, module.Config = Buffer, Config
+    ends_group, before = dist.destroy_process_group, sys.modules.get("deep_ep")
+
+    def guarded(*args: Any) -> None:
+        assert not _alive, f"{len(_alive)} Buffers outlive their process group"
+        ends_group(*args)
+
+    Buffer.calls.clear()
+    Buffer.fault, Buffer.num_sms = "", 20
+    sys.modules["deep_ep"], dist.destroy_process_group = module, guarded
+    try:
+        yield Buffer
+    finally:
+        dist.destroy_process_group = ends_group
+        sys.modules.pop("deep_ep")
+        if before is not None:
+            sys.modules["deep_ep"] = before

@@ -3,11 +3,12 @@
 Copy rules: ht sends a token once a destination rank, with its K ids and weights beside it; ll sends it once a chosen
 expert, with a 16-byte header. Weights: ht's combine is a plain sum, so the identity experts staged here apply them;
 ll's combine applies them itself. Dispatch blocks the host in ht (receive counts come back to the CPU) unless a cached
-handle gives the layout, which is the variant `+cached`. Limits below are the asserts of v1.2.1, with their places.
+handle gives the layout, which is the variant `+cached`. Limits below are the tested wheel's asserts (commit 92fe2de).
 """
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,26 +26,37 @@ if TYPE_CHECKING:
 PACKAGES = {"deep_ep": "DeepEP (https://github.com/deepseek-ai/DeepEP)"}
 HT_RANKS = (2, 4, 8)  # csrc/kernels/launch.cuh, SWITCH_RANKS
 HT_MAX_TOPK = 32  # csrc/kernels/intranode.cu
+HT_ROW_STEP, HT_ROW_MAX = 32, 2 * (8192 - 8)  # bytes; csrc/kernels/intranode.cu, a device assert: it ends the context
 LL_MAX_TOPK = 11  # csrc/kernels/internode_ll.cu, kNumMaxTopK
-LL_HIDDEN = (2048, 2560, 4096, 5120, 6144, 7168, 8192)  # csrc/kernels/launch.cuh, SWITCH_HIDDEN
+LL_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)  # csrc/kernels/launch.cuh, SWITCH_HIDDEN
+LL_RANK_STEP = 8  # csrc/deep_ep.cpp, Buffer: fewer ranks than NUM_MAX_NVL_PEERS, or a multiple of it
+LL_SLOT_STEP = 4  # csrc/deep_ep.cpp, low_latency_dispatch: slots of an expert, over all source ranks
 LL_QP_DEPTH = 1024  # deep_ep/buffer.py; each token takes two work requests and two are kept free
 SCALE_BLOCK = 128
 BF16_BYTES, FP32_BYTES = 2, 4
 LL_HEADER_BYTES = 16
 LL_BUFFERS = 2  # a double buffer, each with a send and a receive side
-HT_NVL_BYTES = 1 << 30  # what vLLM's manager takes on one node; the config's hint is below it at every shape here
+HT_NVL_BYTES = 1 << 30  # what vLLM's manager takes on one node; many SMs on 8 ranks need more
+HT_CHUNK = 256  # deep_ep/buffer.py: tokens that one queue holds
+HT_SLOT_BYTES = 8 + 128 * (8 + 4 + 4) + 1  # source, 128 ids, weights and scales; 1 for the queue's own 20 / HT_CHUNK
 DEFAULT_SMS = 20  # Buffer.num_sms
 
 
-def ll_max_tokens() -> int:
-    """Tokens a rank that the low-latency queues can hold."""
-    depth = int(os.environ.get("NVSHMEM_QP_DEPTH") or LL_QP_DEPTH)
-    return depth // 2 - 1
+def ll_slots(problem: Problem) -> int:
+    """The tokens a rank that ll's calls are told of, the same on all ranks: TOKENS or a little more."""
+    step = LL_SLOT_STEP // math.gcd(LL_SLOT_STEP, problem.world)
+    return -(-max(problem.tokens, 1) // step) * step
+
+
+def ht_buffer_bytes(problem: Problem, num_sms: int | None) -> int:
+    """The larger of HT_NVL_BYTES and Config.get_nvl_buffer_size_hint (csrc/config.hpp) for bf16 rows."""
+    queues = (num_sms or DEFAULT_SMS) // 2 * problem.world
+    return max(HT_NVL_BYTES, queues * HT_CHUNK * (problem.hidden * BF16_BYTES + HT_SLOT_BYTES))
 
 
 def ll_buffer_bytes(problem: Problem) -> int:
     """Buffer.get_low_latency_rdma_size_hint by its own arithmetic (csrc/config.hpp, LowLatencyLayout)."""
-    slots = problem.num_experts * max(problem.tokens, 1)
+    slots = problem.num_experts * ll_slots(problem)
     scales = problem.hidden // SCALE_BLOCK * FP32_BYTES
     message = LL_HEADER_BYTES + max(problem.hidden * BF16_BYTES, problem.hidden + scales)
     combined = scales + problem.hidden * BF16_BYTES
@@ -207,15 +219,11 @@ class LowLatencySession(DeepEPSession):
     capturable = ""
     # the weighted sum over experts is added in the order of the token's own top-k slots
     deterministic = True
-    kernels = {  # noqa: RUF012 - a constant of the class
-        "dispatch": [r"::dispatch<"],
-        "combine": [r"::combine<"],
-        "staging": [r"at::native"],
-    }
+    kernels = {"dispatch": [r"::dispatch<"], "combine": [r"::combine<"], "staging": [r"at::native"]}  # noqa: RUF012
 
     def __init__(self, engine: DeepEPEngine, problem: Problem, inputs: Inputs) -> None:
         super().__init__(engine, problem, inputs)
-        self.max_tokens = max(problem.tokens, 1)
+        self.max_tokens = ll_slots(problem)
         self.buffer.clean_low_latency_buffer(self.max_tokens, problem.hidden, problem.num_experts)
         self.out = inputs.x.new_zeros(inputs.x.shape)
         self.phases = [Phase("dispatch", self._dispatch), Phase("combine", self._combine)]
@@ -252,7 +260,10 @@ class LowLatencySession(DeepEPSession):
         if self.staged is None:
             self.staged = torch.zeros(self.rows.shape, dtype=torch.bfloat16, device=self.rows.device)
         used = slice(0, self.used_slots)
-        self.staged[:, used] = dequantized(self.rows[:, used], self.scales[:, used])
+        # e4m3 is exact in bf16; the product is made in float32 and rounded once, straight into its place
+        blocks = self.rows[:, used].to(torch.bfloat16).unflatten(-1, (-1, SCALE_BLOCK))
+        place = self.staged[:, used].unflatten(-1, (-1, SCALE_BLOCK))
+        torch.mul(blocks, self.scales[:, used].unsqueeze(-1), out=place)
 
     def _combine(self) -> None:
         source = self.staged if self.dispatch_format == "fp8" else self.rows
@@ -294,7 +305,7 @@ class DeepEPEngine(Engine):
         self.version = str(getattr(deep_ep, "__version__", "")) or package_version()
         if variant.algo == "ll":
             size = deep_ep.Buffer.get_low_latency_rdma_size_hint(
-                max(capacity.tokens, 1), capacity.hidden, group.world, capacity.num_experts
+                ll_slots(capacity), capacity.hidden, group.world, capacity.num_experts
             )
             self.buffer = deep_ep.Buffer(
                 group.pg,
@@ -306,7 +317,8 @@ class DeepEPEngine(Engine):
             )
             return
         deep_ep.Buffer.set_num_sms(variant.num_sms or DEFAULT_SMS)
-        self.buffer = deep_ep.Buffer(group.pg, num_nvl_bytes=HT_NVL_BYTES, num_rdma_bytes=0, explicitly_destroy=True)
+        size = ht_buffer_bytes(capacity, variant.num_sms)
+        self.buffer = deep_ep.Buffer(group.pg, num_nvl_bytes=size, num_rdma_bytes=0, explicitly_destroy=True)
         self.dispatch_config = deep_ep.Buffer.get_dispatch_config(group.world)
         self.combine_config = deep_ep.Buffer.get_combine_config(group.world)
 
@@ -363,14 +375,18 @@ class DeepEPBackend(Backend):
             return f"NUM_SMS={variant.num_sms}: ht takes an even number of SMs (half send, half receive)"
         if variant.dispatch_dtype == "fp8" and problem.hidden % SCALE_BLOCK:
             return f"HIDDEN={problem.hidden}: fp8 needs a multiple of {SCALE_BLOCK}"
+        row = problem.hidden * (1 if variant.dispatch_dtype == "fp8" else BF16_BYTES)
+        if row % HT_ROW_STEP or row > HT_ROW_MAX:
+            return f"HIDDEN={problem.hidden}: ht takes rows of {HT_ROW_STEP}, 64, .. {HT_ROW_MAX} bytes, this is {row}"
         return ""
 
     def _low_latency(self, problem: Problem) -> str:
-        limit = ll_max_tokens()
-        if problem.tokens > limit:
-            return (
-                f"TOKENS={problem.tokens} exceeds ll's capacity of {limit} (NVSHMEM_QP_DEPTH={2 * (limit + 1)} / 2 - 1)"
-            )
+        depth, slots = int(os.environ.get("NVSHMEM_QP_DEPTH") or LL_QP_DEPTH), ll_slots(problem)
+        if slots > (limit := depth // 2 - 1):
+            need = f"TOKENS={problem.tokens} needs {slots} slots a rank"
+            return f"{need}, which exceeds ll's capacity of {limit} (NVSHMEM_QP_DEPTH={depth} / 2 - 1)"
+        if problem.world > LL_RANK_STEP and problem.world % LL_RANK_STEP:
+            return f"ll takes fewer than {LL_RANK_STEP} ranks or a multiple of it, this is {problem.world}"
         if problem.hidden not in LL_HIDDEN:
             return f"HIDDEN={problem.hidden}: ll is compiled for {', '.join(map(str, LL_HIDDEN))}"
         if problem.topk > LL_MAX_TOPK:
@@ -380,10 +396,10 @@ class DeepEPBackend(Backend):
     def memory_bytes(self, variant: Variant, problem: Problem) -> int:
         row = problem.hidden * BF16_BYTES
         if variant.algo == "ll":
-            slots = problem.local_experts * problem.world * max(problem.tokens, 1)
+            slots = problem.local_experts * problem.world * ll_slots(problem)
             # received rows twice (at most two dispatch results are alive), and staged ones in fp8
             return ll_buffer_bytes(problem) + slots * row * 3
-        return HT_NVL_BYTES + problem.tokens * problem.world * row * 4
+        return ht_buffer_bytes(problem, variant.num_sms) + problem.tokens * problem.world * row * 4
 
     def open(self, group: Group, variant: Variant, capacity: Problem, knobs: Knobs) -> DeepEPEngine:
         return DeepEPEngine(group, variant, capacity)

@@ -15,9 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_map_only
 
 from lib.formats import quantize
 from tests.recorded import enforced
@@ -131,8 +133,9 @@ class Buffer:
         """Every rank's value: a collective, as all of the library's calls are but the layout's."""
         assert dist.is_initialized(), "called after its process group"
         values: list[Any] = [None] * self._world
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        # as arrays, which pickle several times faster than tensors
+        dist.all_gather_object(values, tree_map_only(torch.Tensor, lambda t: t.numpy(), value), group=self._group)
+        return tree_map_only(np.ndarray, torch.from_numpy, values)
 
     def _break(self, rows: torch.Tensor) -> None:
         """The fault, on rows [n, H] that came."""
@@ -175,7 +178,7 @@ class Buffer:
         ranks = range(self._world)
         sent = self._gather([self._part(rank, rows, scales, in_rank, ids, weights, local) for rank in ranks])
         came = {name: [source[self._rank][name] for source in sent] for name in sent[0][0]}
-        got = torch.cat(came["rows"])
+        got = torch.cat(came["rows"]).view(rows.dtype)
         self._break(got)
         result = got if scales is None else (got, torch.cat(came["scales"]))
         if handle is not None:
@@ -193,7 +196,7 @@ class Buffer:
     ) -> dict[str, torch.Tensor]:
         """What goes to one rank: ids are local there, -1 and weight 0 for experts of others."""
         token = in_rank[:, rank].nonzero()[:, 0]
-        part = {"token": token.int(), "rows": rows[token]}
+        part = {"token": token.int(), "rows": rows[token].view(torch.uint8)}
         if scales is not None:
             part["scales"] = scales[token]
         if ids is not None:
@@ -212,11 +215,11 @@ class Buffer:
         ends = [0, *prefix[:, self._rank].tolist()]
         assert ends[-1] == len(x), "the handle is of another layout"
         spans = [slice(*ends[source : source + 2]) for source in range(self._world)]
-        back = self._gather([(token[span].long(), x[span]) for span in spans])
+        back = self._gather([(token[span].long(), x[span].view(torch.uint8)) for span in spans])
         total = torch.zeros(len(in_rank), x.shape[1])
         for to_ranks in back:
             tokens, rows = to_ranks[self._rank]
-            total[tokens] += rows.float()
+            total[tokens] += rows.view(x.dtype).float()
         return total.to(torch.bfloat16), None, EventOverlap()
 
     def _check_rows(self, rows: torch.Tensor, config: Any, topk: int = 0, scales: torch.Tensor | None = None) -> None:
@@ -256,20 +259,20 @@ class Buffer:
         self._results = [result for result in self._results if not result.expired()]
         assert len(self._results) < RESULTS_ALIVE, f"{len(self._results)} dispatch results are still held"
         quantized = quantize("fp8", x) if use_fp8 else None
-        values, scales = (quantized.values, quantized.scales) if quantized else (x, x.new_zeros(tokens, 0))
+        values, scales = (quantized.values, quantized.scales) if quantized else (x, torch.zeros(tokens, 0))
         sent = self._gather([self._messages(rank, values, scales, topk_idx, local) for rank in range(self._world)])
-        return self._into_slots([source[self._rank] for source in sent], limit, num_experts, quantized is not None)
+        return self._into_slots([source[self._rank] for source in sent], limit, hidden, num_experts, use_fp8)
 
     def _messages(self, rank: int, values: Any, scales: Any, topk_idx: torch.Tensor, local: int) -> tuple[Any, ...]:
         """(local expert, token, row, scales) of each selection on one rank, in the order in which warps got there."""
         token, slot = ((topk_idx >= 0) & (topk_idx // local == rank)).nonzero(as_tuple=True)
         order = torch.randperm(len(token), generator=self._shuffle)
         token, slot = token[order], slot[order]
-        return topk_idx[token, slot] - rank * local, token.int(), values[token], scales[token]
+        return topk_idx[token, slot] - rank * local, token.int(), values[token].view(torch.uint8), scales[token]
 
-    def _into_slots(self, came: list[Any], limit: int, num_experts: int, fp8: bool) -> tuple[Any, ...]:
-        local, slots, hidden = num_experts // self._world, self._world * limit, came[0][2].shape[1]
-        rows = _garbage(local, slots, hidden, dtype=came[0][2].dtype)
+    def _into_slots(self, came: list[Any], limit: int, hidden: int, num_experts: int, fp8: bool) -> tuple[Any, ...]:
+        local, slots = num_experts // self._world, self._world * limit
+        rows = _garbage(local, slots, hidden, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
         scales = _garbage(local, came[0][3].shape[1], slots, dtype=torch.float32).transpose(1, 2)
         source_token = torch.full((local, slots), GARBAGE, dtype=torch.int32)
         ranges = torch.zeros(local, self._world, dtype=torch.int64)
@@ -279,7 +282,7 @@ class Buffer:
                 experts, token, values, its_scales = came[source]
                 picked = (experts == expert).nonzero()[:, 0]
                 begin, end = int(counts[expert]), int(counts[expert]) + len(picked)
-                rows[expert, begin:end], scales[expert, begin:end] = values[picked], its_scales[picked]
+                rows[expert, begin:end], scales[expert, begin:end] = values[picked].view(rows.dtype), its_scales[picked]
                 source_token[expert, begin:end] = token[picked]
                 ranges[expert, source] = begin << 32 | len(picked)
                 counts[expert] = end
@@ -311,11 +314,13 @@ class Buffer:
             for source in range(self._world):
                 begin, count = divmod(int(ranges[expert, source]), 1 << 32)
                 span = slice(begin, begin + count)
-                back[source].append((expert + self._rank * local, source_token[expert, span].long(), x[expert, span]))
+                back[source].append(
+                    (expert + self._rank * local, source_token[expert, span].long(), x[expert, span].view(torch.uint8))
+                )
         received = _garbage(num_experts, limit, hidden, dtype=torch.bfloat16)
         for to_ranks in self._gather(back):
             for expert, token, rows in to_ranks[self._rank]:
-                received[expert, token] = rows
+                received[expert, token] = rows.view(x.dtype)
         out.copy_(self._weighted(received, topk_idx, topk_weights))
         return out, EventOverlap(), None
 

@@ -70,4 +70,6 @@ def _told(value: Any) -> Any:
     """An argument as a list of calls keeps it: a tensor there would keep a dispatch's result alive."""
     if isinstance(value, tuple):
         return tuple(map(_told, value))
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if hasattr(value, "dtype") else value
+    if hasattr(value, "shape"):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return value if isinstance(value, int | str | None) else repr(value)

@@ -59,24 +59,18 @@ def test_the_knobs_lists_choose_and_order_the_backends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("algo", "deepep", "nccl_ep", "mscclpp", "mori"),
+    ("algo", "nccl_ep", "mscclpp", "mori"),
     [
-        ("ht", "deepep_ht deepep_ht+cached", "nccl_ep_ht", "mscclpp_ht", ""),
-        ("ll", "deepep_ll", "nccl_ep_ll", "mscclpp_ll", "mori+v1_ll mori+async_ll"),
-        (
-            "ht ll",
-            "deepep_ht deepep_ht+cached deepep_ll",
-            "nccl_ep_ht nccl_ep_ll",
-            "mscclpp_ht mscclpp_ll",
-            "mori+v1_ll mori+async_ll",
-        ),
+        ("ht", "nccl_ep_ht", "mscclpp_ht", ""),
+        ("ll", "nccl_ep_ll", "mscclpp_ll", "mori+v1_ll mori+async_ll"),
+        ("ht ll", "nccl_ep_ht nccl_ep_ll", "mscclpp_ht mscclpp_ll", "mori+v1_ll mori+async_ll"),
     ],
 )
 def test_algo_chooses_modes_and_a_backend_without_modes_is_planned_once(
-    algo: str, deepep: str, nccl_ep: str, mscclpp: str, mori: str
+    algo: str, nccl_ep: str, mscclpp: str, mori: str
 ) -> None:
     once = ("deepep_v2 deepep_v2+cached", "flashinfer", "mori+intranode mori+v1")
-    expected = f"{deepep} {once[0]} {nccl_ep} {once[1]} {mscclpp} {once[2]} {mori}"
+    expected = f"{once[0]} {nccl_ep} {once[1]} {mscclpp} {once[2]} {mori}"
     assert names(comm.SECTION, ALGO=algo) == expected.split()
 
 
@@ -85,18 +79,16 @@ def test_the_algo_column_is_blank_where_there_are_no_modes() -> None:
     without = {"deepep_v2", "deepep_v2+cached", "flashinfer", "mori+intranode", "mori+v1"}
     assert {name for name, algo in found.items() if not algo} == without
     assert found["mori+v1_ll"] == "ll"
-    assert found["deepep_ht+cached"] == "ht"
+    assert found["nccl_ep_ht"] == "ht"
 
 
 def test_a_dtype_and_an_sm_budget_make_a_case_each_where_the_library_has_them() -> None:
-    knobs = parsed(DISPATCH_DTYPE="bf16 fp8", NUM_SMS="0 24", ALGO="ht ll", COMM_LIST="deepep nccl_ep flashinfer")
+    knobs = parsed(DISPATCH_DTYPE="bf16 fp8", NUM_SMS="0 24", ALGO="ht ll", COMM_LIST="deepep_v2 nccl_ep flashinfer")
     made = [(variant.name, variant.dispatch_dtype, variant.num_sms) for _, variant in planned(comm.SECTION, knobs)]
-    ht = [(dtype, budget) for dtype in ("bf16", "fp8") for budget in (0, 24)]
+    settings = [(dtype, budget) for dtype in ("bf16", "fp8") for budget in (0, 24)]
     assert made == [
-        *(("deepep_ht", *setting) for setting in ht),
-        *(("deepep_ht+cached", *setting) for setting in ht),
-        ("deepep_ll", "bf16", None),
-        ("deepep_ll", "fp8", None),
+        *(("deepep_v2", *setting) for setting in settings),
+        *(("deepep_v2+cached", *setting) for setting in settings),
         ("nccl_ep_ht", "bf16", None),
         ("nccl_ep_ll", "bf16", None),
         ("nccl_ep_ll", "fp8", None),
@@ -106,7 +98,7 @@ def test_a_dtype_and_an_sm_budget_make_a_case_each_where_the_library_has_them() 
 
 def test_the_comm_column_names_the_library_alone() -> None:
     found = {variant.comm for _, variant in planned(comm.SECTION, parsed(ALGO="ht ll"))}
-    assert found == {"deepep", "deepep_v2", "nccl_ep", "flashinfer", "mscclpp", "mori"}
+    assert found == {"deepep_v2", "nccl_ep", "flashinfer", "mscclpp", "mori"}
 
 
 def test_a_suffix_stands_in_the_variant_and_in_the_kernel_of_those_that_have_the_option() -> None:
@@ -157,10 +149,10 @@ def test_mega_kernels_are_of_one_generation() -> None:
 
 
 def test_a_newer_gpu_than_the_oldest_that_will_do_is_good_enough() -> None:
-    assert verdicts(comm.SECTION, b200_quad(*PACKAGES), BLACKWELL)["deepep_ht"] == ("unsupported", NO_ADAPTER)
+    assert verdicts(comm.SECTION, b200_quad(*PACKAGES), BLACKWELL)["nccl_ep_ht"] == ("unsupported", NO_ADAPTER)
     ampere = machine(4, (8, 0), installed=PACKAGES)
     too_old = ("unsupported", "needs sm_90 or newer, this is sm_80")
-    assert verdicts(comm.SECTION, ampere, BLACKWELL)["deepep_ht"] == too_old
+    assert verdicts(comm.SECTION, ampere, BLACKWELL)["nccl_ep_ht"] == too_old
 
 
 def test_rocm_libraries_do_not_run_on_cuda() -> None:
@@ -199,6 +191,6 @@ def test_memory_is_weights_in_their_format_and_buffers() -> None:
     for section in (comm.SECTION, split.SECTION, vllm_mega.SECTION):
         for backend, variant in planned(section, knobs):
             found[variant.name] = backend.memory_bytes(variant, problem)
-    assert found["deepep_ht"] == buffers
+    assert found["deepep_v2"] == buffers
     assert found["deepep_ht+deepgemm"] == weights + buffers
     assert found["vllm_deep_gemm_mega"] == weights // 2 + buffers

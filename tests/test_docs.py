@@ -25,7 +25,6 @@ ROOT = Path(__file__).resolve().parent.parent
 README, METHOD = ROOT / "README.md", ROOT / "docs" / "method.md"
 COLUMNS_MD = (ROOT / "docs" / "columns.md").read_text()
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-GPU_PART = "GPU part, blank in this version"
 NIGHTLY_EXIT = 3  # of nightly.sh and compare, which come later
 
 # Named in the documentation with a value, and read by others: launchers, libraries, the system.
@@ -88,13 +87,6 @@ def known_before_running() -> set[str]:
 
 def test_inputs_and_labels_are_exactly_what_is_known_without_running() -> None:
     assert {name for name, row in COLUMN_ROWS.items() if row[1] in ("input", "label")} == known_before_running()
-
-
-def test_a_column_of_the_gpu_part_is_filled_nowhere_yet() -> None:
-    code = "".join((ROOT / "lib" / name).read_text() for name in ("measure.py", "section.py", "traffic.py", "stats.py"))
-    marked = {name for name, row in COLUMN_ROWS.items() if row[4] == GPU_PART}
-    assert {"sol_us", "sol_pct", "peak_source", "kernel_us", "sm_clk_mhz_min", "throttled", "graph"} <= marked
-    assert [name for name in marked if re.search(rf'"{name}"(:|\])', code)] == []
 
 
 def test_the_statuses_are_documented_in_the_codes_order() -> None:

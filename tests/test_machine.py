@@ -127,9 +127,7 @@ def test_the_fingerprint_holds_an_allow_list_and_nothing_of_the_environment(monk
     monkeypatch.setenv("HOSTNAME", f"host-{SECRET}")
     for found in (cpu(), h200_pair()):
         told = fingerprint(found)
-        assert set(told) == set(
-            "device gpus driver cpu cores memory_bytes kernel libc python packages".split()
-        )
+        assert set(told) == set("device gpus driver cpu cores memory_bytes kernel libc python packages".split())
         text = json.dumps(told)
         assert SECRET not in text
         assert "GPU-0000" not in text  # a UUID names one card of one owner

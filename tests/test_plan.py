@@ -215,12 +215,6 @@ def test_every_package_that_is_not_installed_is_named() -> None:
     assert needs_packages(h200_pair(*PACKAGES), packages, why) == why
 
 
-def test_this_version_measures_no_gpu_and_says_how_to_measure_the_cpu() -> None:
-    case = case_of(ref.SECTION, h200_pair(), parsed(HOPPER, GPUS="2"))
-    assert case.support.status == "unsupported"
-    assert "CUDA_VISIBLE_DEVICES= measures the CPU" in case.support.reason
-
-
 # -- keys
 
 KEY_KNOBS = {
@@ -364,6 +358,6 @@ def test_the_dry_run_shows_every_case_with_memory_and_verdict() -> None:
     assert header.split() == ["variant", "timing", "tokens", "GB", "a", "rank", "verdict"]
     assert len(lines) == len(cases) == 4
     assert lines[1].split() == ["torch", "e2e", "4096", f"{cases[1].memory_bytes / GB:.2f}", "ok"]
-    assert "  unsupported: needs an NVIDIA GPU" in lines[2]
+    assert "  unsupported: PyTorch's rowwise-scaled grouped matmul needs sm_90, this is a CPU" in lines[2]
     verdicts_at = {line.index(case.support.status) for line, case in zip(lines, cases, strict=True)}
     assert verdicts_at == {header.index("verdict")}

@@ -50,7 +50,7 @@ def mended(folder: Path) -> tuple[list[str], set[str], list[dict[str, str]]]:
     assert not torn_records
     assert [csv_line(record["row"]) for record in records] == files.csv.read_text().splitlines(keepends=True)[1:]
     assert len(found) == len(records)
-    return files.notices, files.done, found
+    return files.notices, set(files.done), found
 
 
 # -- cells

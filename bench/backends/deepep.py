@@ -34,8 +34,7 @@ LL_SLOT_STEP = 4  # csrc/deep_ep.cpp, low_latency_dispatch: slots of an expert, 
 LL_QP_DEPTH = 1024  # deep_ep/buffer.py; each token takes two work requests and two are kept free
 SCALE_BLOCK = 128
 BF16_BYTES, FP32_BYTES = 2, 4
-LL_HEADER_BYTES = 16
-LL_BUFFERS = 2  # a double buffer, each with a send and a receive side
+LL_HEADER_BYTES, LL_BUFFERS = 16, 2  # a double buffer, each with a send and a receive side
 HT_NVL_BYTES = 1 << 30  # what vLLM's manager takes on one node; many SMs on 8 ranks need more
 HT_CHUNK = 256  # deep_ep/buffer.py: tokens that one queue holds
 HT_SLOT_BYTES = 8 + 128 * (8 + 4 + 4) + 1  # source, 128 ids, weights and scales; 1 for the queue's own 20 / HT_CHUNK
@@ -118,6 +117,10 @@ class DeepEPSession(Session):
 
     def versions(self) -> dict[str, str]:
         return {"deep_ep": self.engine.version}
+
+    def close(self) -> None:
+        # `phases` refers back to this session, so without this its tensors would stay until a garbage collection
+        self.rows = self.scales = self.staged = None
 
 
 class HighThroughputSession(DeepEPSession):
@@ -278,8 +281,7 @@ class LowLatencySession(DeepEPSession):
         sources, ranges = self.handle[0], self.handle[1].long()
         local = ranges.shape[0]
         begins, counts = ranges >> 32, ranges & 0xFFFFFFFF
-        device, slots = self.rows.device, self.rows.shape[1]
-        slot = torch.arange(slots, device=device).view(1, 1, -1)
+        slot = torch.arange(self.rows.shape[1], device=self.rows.device).view(1, 1, -1)
         inside = (slot >= begins.unsqueeze(2)) & (slot < (begins + counts).unsqueeze(2))  # [L, R, slots]
         expert, rank, position = inside.nonzero(as_tuple=True)
         return Received(
@@ -383,8 +385,7 @@ class DeepEPBackend(Backend):
     def _low_latency(self, problem: Problem) -> str:
         depth, slots = int(os.environ.get("NVSHMEM_QP_DEPTH") or LL_QP_DEPTH), ll_slots(problem)
         if slots > (limit := depth // 2 - 1):
-            need = f"TOKENS={problem.tokens} needs {slots} slots a rank"
-            return f"{need}, which exceeds ll's capacity of {limit} (NVSHMEM_QP_DEPTH={depth} / 2 - 1)"
+            return f"TOKENS={problem.tokens} takes {slots} slots, ll has {limit} (NVSHMEM_QP_DEPTH={depth} / 2 - 1)"
         if problem.world > LL_RANK_STEP and problem.world % LL_RANK_STEP:
             return f"ll takes fewer than {LL_RANK_STEP} ranks or a multiple of it, this is {problem.world}"
         if problem.hidden not in LL_HIDDEN:

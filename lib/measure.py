@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -82,6 +83,8 @@ def measure_case(
 ) -> tuple[dict[str, Any], Session]:
     """The result (status, reason, columns, samples), complete on rank 0, and the session, which is still open."""
     group, knobs = bench.group, bench.knobs
+    seconds: dict[str, float] = {}
+    say_phase = clocked(say_phase, seconds)
     say_phase("bind")
     routing = make_routing(case.problem)
     if len(set(gather(routing.sha, group))) != 1:
@@ -126,10 +129,28 @@ def measure_case(
         "versions": versions_text(session),
         "tainted": False,
     }
-    result = {"status": "ok", "reason": "", "columns": columns, "samples": raw_samples(everyone)}
+    result: dict[str, Any] = {"status": "ok", "reason": "", "columns": columns, "samples": raw_samples(everyone)}
     if group.device.type == "cuda":
         add_kernel_times(result, session, bench)
+    clocked(lambda phase: None, seconds)("end")
+    result["samples"]["seconds"] = spans(seconds)
     return result, session
+
+
+def clocked(say_phase: SayPhase, seconds: dict[str, float]) -> SayPhase:
+    """Also notes when each phase of the case began, on the monotonic clock."""
+
+    def say(phase: str) -> None:
+        seconds[phase] = time.monotonic()
+        say_phase(phase)
+
+    return say
+
+
+def spans(seconds: dict[str, float]) -> dict[str, float]:
+    """Seconds from each phase to the next: what binding, checking and timing of a case cost."""
+    names, starts = list(seconds), list(seconds.values())
+    return {name: end - start for name, start, end in zip(names, starts, starts[1:], strict=False)}
 
 
 def add_kernel_times(result: dict[str, Any], session: Session, bench: Bench) -> None:

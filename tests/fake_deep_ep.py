@@ -356,9 +356,9 @@ def installed() -> Iterator[type[Buffer]]:
     module.Buffer, module.Config = Buffer, Config
     ends_group, before = dist.destroy_process_group, sys.modules.get("deep_ep")
 
-    def guarded(*args: Any) -> None:
+    def guarded(group: Any = None) -> None:
         assert not _alive, f"{len(_alive)} Buffers outlive their process group"
-        ends_group(*args)
+        ends_group(group)
 
     Buffer.calls.clear()
     Buffer.fault, Buffer.num_sms = "", 20

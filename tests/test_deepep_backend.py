@@ -1,7 +1,7 @@
 """The DeepEP adapter without a GPU: its verdicts here, and its calls on two ranks against a Buffer that enforces them.
 
 The fake's signatures are those of the wheel that was measured (tests/signatures); tests/test_record_signatures.py is
-about the tool that wrote them down.
+about the tool that wrote them down. The last part holds docs/backends.md to the code.
 """
 
 from __future__ import annotations
@@ -15,45 +15,29 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing
 from knob_helpers import HOPPER, parsed
-from machine_helpers import cpu, machine
+from machine_helpers import machine
 
-from bench.backends.deepep import DeepEPBackend, DeepEPSession, ht_buffer_bytes, ll_buffer_bytes, ll_slots
-from lib.check import Checker
+from bench import comm, fi_mega, ref, split, vllm_mega
+from bench.backends import deepep_limits
+from bench.backends.deepep_limits import ht_buffer_bytes, ll_buffer_bytes, ll_slots
+from bench.backends.planned import PlannedBackend
 from lib.contract import Group, Missing, Support, Variant
 from lib.knobs import COMM_BACKENDS, MEGA_BACKENDS, REF_BACKENDS, SM90_MEGA_BACKENDS
-from lib.problem import Inputs, Problem, token_payload
-from lib.routing import make_routing
-from lib.timing import run_phases
+from lib.problem import Problem
 from tests import fake_deep_ep
+from tests.deepep_ranks import BACKEND, CPU, PAIR, SHAPES, VARIANTS, faults_of, rank_main
 from tests.recorded import recorded
 
-CPU = torch.device("cpu")
-BACKEND = DeepEPBackend()
 V3 = Problem(world=8, nodes=1, tokens=128, num_experts=256, topk=8, hidden=7168, inter=2048, seed=0, routing="uniform")
-PAIR = replace(V3, world=2, tokens=6, num_experts=8, topk=3, hidden=2048, inter=128)
-VARIANTS = {
-    f"{variant.name} {variant.dispatch_dtype}": variant
-    for variant in BACKEND.variants(parsed(HOPPER, ALGO="ht ll", DISPATCH_DTYPE="bf16 fp8", NUM_SMS="24"))
-}
 HT, CACHED, LL = (next(v for v in VARIANTS.values() if v.name == f"deepep_{n}") for n in ("ht", "ht+cached", "ll"))
-FAULTS = {"ht": ("corrupt_row", "swap_slots"), "ll": ("corrupt_row", "swap_slots", "skip_weights")}
-SHAPES: dict[str, dict[str, Any]] = {
-    "masks and an empty rank": {"routing": "uniform,mask=0.4,empty=1"},
-    "zipf": {"routing": "zipf:1.2"},
-    "all to one rank": {"routing": "onehot"},
-    "odd tokens, the first rank empty": {"routing": "zipf:1.2,mask=0.2,empty=0", "tokens": 5},
-    "all masked": {"routing": "uniform,mask=1"},
-    "no tokens": {"tokens": 0},
-}
 
 
 def verdict(
     variant: Variant, installed: bool = True, gpus: int = 8, sm: tuple[int, int] = (9, 0), **shape: Any
 ) -> Support:
-    found = machine(gpus, sm, installed=("deep_ep",) if installed else ()) if gpus else cpu()
+    found = machine(gpus, sm, installed=("deep_ep",) if installed else ())
     return BACKEND.supports(variant, found, replace(V3, **shape), parsed(HOPPER))
 
 
@@ -63,7 +47,7 @@ def verdict(
 def test_variants_are_algo_by_dtype_by_sm_budget_and_ll_has_no_budget() -> None:
     knobs = parsed(HOPPER, ALGO="ht ll", DISPATCH_DTYPE="bf16 fp8", NUM_SMS="0 24")
     found = [(v.name, v.dispatch_dtype, v.num_sms, v.layout, v.handle) for v in BACKEND.variants(knobs)]
-    expected = []
+    expected: list[tuple[str, str, int | None, str, str]] = []
     for dtype in ("bf16", "fp8"):
         for sms in (0, 24):
             expected.append(("deepep_ht", dtype, sms, "token_major", ""))
@@ -83,12 +67,13 @@ def test_algo_chooses_the_mode(algo: str, names: list[str]) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8, 12, 16])
 def test_ht_takes_two_four_or_eight_ranks_and_ll_any_number_that_the_buffer_takes(world: int) -> None:
-    shape = {"world": world, "num_experts": 48 * world}
+    shape: dict[str, Any] = {"world": world, "num_experts": 48 * world}
     assert verdict(HT, **shape).ok == verdict(CACHED, **shape).ok == (world in (2, 4, 8))
     assert verdict(LL, **shape).ok == (world != 12)
     assert world in (2, 4, 8) or verdict(HT, **shape).reason == f"ht on one node takes 2, 4, 8 ranks, this is {world}"
 
 
+ABSENT = "not installed: DeepEP (https://github.com/deepseek-ai/DeepEP)"
 REFUSED = [
     (LL, {"tokens": 512}, "TOKENS=512 takes 512 slots, ll has 511 (NVSHMEM_QP_DEPTH=1024 / 2 - 1)"),
     (LL, {"world": 2, "tokens": 511}, "TOKENS=511 takes 512 slots, ll has 511 (NVSHMEM_QP_DEPTH=1024 / 2 - 1)"),
@@ -125,17 +110,12 @@ ACCEPTED = [
 def test_what_the_library_would_refuse_is_refused_in_words(
     variant: Variant, shape: dict[str, Any], reason: str
 ) -> None:
-    assert verdict(variant, **shape) == Support(
-        "unsupported", reason if shape.get("gpus") != 0 else f"{reason}; {ABSENT}"
-    )
+    assert verdict(variant, **shape) == Support("unsupported", reason)
 
 
 @pytest.mark.parametrize(("variant", "shape"), ACCEPTED)
 def test_what_the_library_takes_is_planned(variant: Variant, shape: dict[str, Any]) -> None:
     assert verdict(variant, **shape) == Support()
-
-
-ABSENT = "not installed: DeepEP (https://github.com/deepseek-ai/DeepEP)"
 
 
 @pytest.mark.parametrize(("variant", "shape", "reason"), REFUSED)
@@ -231,7 +211,7 @@ def test_a_call_that_the_recorded_class_would_refuse_is_refused(call: Any, words
 
 def test_a_recorded_method_that_the_fake_lacks_says_so() -> None:
     with pytest.raises(NotImplementedError, match="is_sm90_compiled"):
-        fake_deep_ep.Buffer.is_sm90_compiled()
+        fake_deep_ep.Buffer.is_sm90_compiled()  # type: ignore[attr-defined]
 
 
 def test_an_odd_sm_budget_is_refused_by_the_library_too() -> None:
@@ -251,110 +231,6 @@ def test_every_recorded_default_reads_as_a_literal() -> None:
 # -- two ranks, started once; each saves what it found
 
 
-def inputs_of(problem: Problem, rank: int) -> tuple[Any, Inputs]:
-    routing = make_routing(problem)
-    count = routing.tokens_of(rank)
-    ids, weights = (torch.from_numpy(a[rank, :count].copy()) for a in (routing.topk_idx, routing.topk_weights))
-    return routing, Inputs(token_payload(problem, rank, count, 0, CPU), ids, weights)
-
-
-def checked(engine: Any, group: Group, problem: Problem, fault: str = "", stale: str = "") -> str:
-    """What lib/measure.py does around the timing: check, replay what may be captured, check again."""
-    routing, inputs = inputs_of(problem, group.rank)
-    session = engine.bind(problem, inputs)
-    run_phases(session)
-    session.call()
-    fake_deep_ep.Buffer.fault = fault
-    if stale:
-        setattr(session, stale, lambda: None)
-    checker = Checker(session, inputs, problem, routing, group)
-    found = checker.before(1)
-    if not found:
-        session.call()
-        checker.between_series(None if session.capturable else session.call)
-        run_phases(session)
-        found = checker.after(1)
-    fake_deep_ep.Buffer.fault = ""
-    session.close()
-    return found
-
-
-def described(session: DeepEPSession) -> dict[str, Any]:
-    return {
-        "phases": [(phase.name, phase.timed, phase.blocks_host) for phase in session.phases],
-        "capturable": session.capturable,
-        "deterministic": session.deterministic,
-        "quant_included": session.quant_included,
-        "staging_included": session.staging_included,
-        "formats": (session.dispatch_format, session.combine_format),
-        "transport": session.transport(),
-    }
-
-
-def calls_of_one_call(session: DeepEPSession) -> list[tuple[str, dict[str, Any]]]:
-    fake_deep_ep.Buffer.calls.clear()
-    session.call()
-    return list(fake_deep_ep.Buffer.calls)
-
-
-def slots_and_limits(engine: Any, group: Group) -> dict[str, Any]:
-    """The fake's own rules, on a Buffer that an ll engine made."""
-    _, inputs = inputs_of(PAIR, group.rank)
-    ask = (inputs.x, inputs.topk_idx, 6, PAIR.num_experts, None, None, False)
-    held = [engine.buffer.low_latency_dispatch(*ask) for _ in range(2)]
-    found: dict[str, Any] = {"orders": [result[2][0].tolist() for result in held]}
-    found["ranges"] = [result[2][1].tolist() for result in held]
-    refusals = {"a third result": lambda: engine.buffer.low_latency_dispatch(*ask)}
-    refusals["an early end"] = dist.destroy_process_group
-    for name, call in refusals.items():
-        with pytest.raises(AssertionError) as caught:
-            call()
-        found[name] = str(caught.value).partition("\n")[0]
-    return found
-
-
-def two_rank_findings(group: Group) -> dict[str, Any]:
-    found: dict[str, Any] = {"wrong": {}, "teeth": {}, "described": {}, "calls": {}}
-    for name, variant in VARIANTS.items():
-        fake_deep_ep.Buffer.calls.clear()
-        engine = BACKEND.open(group, variant, PAIR, parsed(HOPPER))
-        found["calls"][f"{name} open"] = list(fake_deep_ep.Buffer.calls)
-        for shape, changes in SHAPES.items():
-            found["wrong"][f"{name}, {shape}"] = checked(engine, group, replace(PAIR, **changes))
-        for fault in FAULTS[variant.algo]:
-            found["teeth"][f"{name}, {fault}"] = checked(engine, group, PAIR, fault)
-        session = engine.bind(PAIR, inputs_of(PAIR, group.rank)[1])
-        run_phases(session)
-        found["described"][name] = described(session)
-        found["calls"][name] = calls_of_one_call(session)
-        session.close()
-        if name == "deepep_ll fp8":
-            found["teeth"]["stale staging"] = checked(engine, group, PAIR, stale="_dequantize")
-            found["rules"] = slots_and_limits(engine, group)
-        engine.close()
-    return found
-
-
-def rank_main(rank: int, folder: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder) / "store"), 2)
-    with fake_deep_ep.installed():
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-        group = Group(rank, 2, rank, 1, CPU, pg=dist.group.WORLD, host_pg=dist.group.WORLD)
-        import cProfile, time
-
-        t = time.time()
-        pr = cProfile.Profile()
-        pr.enable()
-        ff = two_rank_findings(group)
-        pr.disable()
-        pr.dump_stats(f"/tmp/dep-wheel/prof{rank}")
-        print("TOOK", time.time() - t, flush=True)
-        torch.save(ff, Path(folder) / f"rank{rank}.pt")
-        dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks found."""
@@ -363,9 +239,120 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
-def test_show(pair):
-    import pprint
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_copy_and_every_sum_is_exact(pair: list[dict[str, Any]], variant: str, shape: str) -> None:
+    assert [found["wrong"][f"{variant}, {shape}"] for found in pair] == ["", ""]
 
-    pprint.pprint(pair[0])
-    pprint.pprint(pair[1]["rules"])
-    assert 0
+
+@pytest.mark.parametrize(("variant", "fault"), [(name, fault) for name in VARIANTS for fault in faults_of(name)])
+def test_a_fault_of_the_library_is_seen_by_both_ranks(pair: list[dict[str, Any]], variant: str, fault: str) -> None:
+    told = [found["teeth"][f"{variant}, {fault}"] for found in pair]
+    assert told[0] == told[1] != ""
+
+
+def test_a_dequantised_copy_of_an_earlier_dispatch_is_seen(pair: list[dict[str, Any]]) -> None:
+    """Slots move from dispatch to dispatch, so what was staged for one of them is wrong for the next."""
+    assert pair[0]["teeth"]["stale staging"].startswith("rank 0: the combined token ")
+
+
+def test_slots_move_from_dispatch_to_dispatch(pair: list[dict[str, Any]]) -> None:
+    for found in pair:
+        first, second = found["rules"]["orders"]
+        assert first != second
+        assert list(map(sorted, first)) == list(map(sorted, second))
+
+
+def test_a_third_dispatch_result_is_one_too_many(pair: list[dict[str, Any]]) -> None:
+    assert pair[0]["rules"]["a third result"] == "2 dispatch results are still held"
+
+
+def test_a_buffer_that_outlives_its_process_group_is_seen(pair: list[dict[str, Any]]) -> None:
+    assert pair[0]["rules"]["an early end"] == "1 Buffers outlive their process group"
+
+
+BLOCKS = "dispatch waits on the host for the receive counts"
+QUANTIZE, IDENTITY = ("quantize", False, False), ("identity", False, False)
+COMBINE = ("combine", True, False)
+DECLARED = {  # phases (name, timed, blocks the host), capturable, quant_included, staging_included
+    "deepep_ht bf16": ([("dispatch", True, True), IDENTITY, COMBINE], BLOCKS, None, False),
+    "deepep_ht+cached bf16": ([("dispatch", True, False), IDENTITY, COMBINE], "", None, False),
+    "deepep_ht fp8": ([QUANTIZE, ("dispatch", True, True), IDENTITY, COMBINE], BLOCKS, False, False),
+    "deepep_ht+cached fp8": ([QUANTIZE, ("dispatch", True, False), IDENTITY, COMBINE], "", False, False),
+    "deepep_ll bf16": ([("dispatch", True, False), COMBINE], "", None, False),
+    "deepep_ll fp8": ([("dispatch", True, False), ("dequantize", False, False), COMBINE], "", True, True),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_session_declares_its_phases_and_what_a_graph_may_hold(pair: list[dict[str, Any]], variant: str) -> None:
+    phases, capturable, quantised, staged = DECLARED[variant]
+    for found in pair:
+        told = found["described"][variant]
+        assert (told["phases"], told["capturable"]) == (phases, capturable)
+        assert (told["quant_included"], told["staging_included"]) == (quantised, staged)
+        assert told["formats"] == (VARIANTS[variant].dispatch_dtype, "bf16")
+        assert (told["deterministic"], told["transport"]) == (True, "nvlink")
+
+
+def test_ht_opens_a_buffer_with_the_sm_budget_and_ll_one_of_the_librarys_own_size(pair: list[dict[str, Any]]) -> None:
+    calls = pair[0]["calls"]
+    ht = dict(calls["deepep_ht bf16 open"])
+    assert ht["set_num_sms"] == {"new_num_sms": 24}
+    assert (ht["__init__"]["num_nvl_bytes"], ht["__init__"]["explicitly_destroy"]) == (1 << 30, True)
+    ll = dict(calls["deepep_ll bf16 open"])
+    hint = fake_deep_ep.Buffer.get_low_latency_rdma_size_hint(*ll["get_low_latency_rdma_size_hint"].values())
+    assert (ll["__init__"]["num_rdma_bytes"], ll["__init__"]["num_qps_per_rank"]) == (hint, PAIR.local_experts)
+
+
+def test_a_call_of_each_variant_is_the_documented_sequence(pair: list[dict[str, Any]]) -> None:
+    calls = {name: pair[0]["calls"][name] for name in VARIANTS}
+    for name, made in calls.items():
+        sequence = ["get_dispatch_layout", "dispatch", "combine"]
+        if name.startswith("deepep_ht+cached"):
+            sequence = ["dispatch", "combine"]
+        elif name.startswith("deepep_ll"):
+            sequence = ["low_latency_dispatch", "low_latency_combine"]
+        assert [method for method, _ in made] == sequence, name
+    cached = dict(calls["deepep_ht+cached fp8"])["dispatch"]
+    assert cached["x"] == ("float8_e4m3fn[6, 2048]", "float32[6, 16]")
+    assert set(cached) == {"x", "handle", "config"}
+    assert [dict(calls[f"deepep_ll {dtype}"])["low_latency_dispatch"]["use_fp8"] for dtype in ("bf16", "fp8")] == [0, 1]
+    assert dict(calls["deepep_ll fp8"])["low_latency_combine"]["x"] == "bfloat16[4, 12, 2048]"
+
+
+# -- docs/backends.md
+
+BACKENDS_MD = (Path(__file__).resolve().parent.parent / "docs" / "backends.md").read_text()
+OVERVIEW = {
+    line.split("|")[1].strip().strip("`"): line
+    for line in BACKENDS_MD.partition("## Overview")[2].partition("\n## ")[0].splitlines()
+    if line.startswith("| `")
+}
+PLANNED = "planned: no adapter in this version"
+
+
+def all_backends() -> dict[str, Any]:
+    knobs = parsed(HOPPER, EXPERTS_LIST="deepgemm trtllm triton")
+    sections = (ref.SECTION, split.SECTION, vllm_mega.SECTION, fi_mega.SECTION, comm.SECTION)
+    return {backend.name: backend for section in sections for backend in section.backends(knobs)}
+
+
+def test_every_backend_has_a_row_and_a_section_in_the_documentation() -> None:
+    lists = f"{REF_BACKENDS} {COMM_BACKENDS} {MEGA_BACKENDS} {SM90_MEGA_BACKENDS}".split()
+    assert set(OVERVIEW) == set(all_backends()) >= set(lists)
+    headings = re.findall(r"^### (.+)$", BACKENDS_MD, re.MULTILINE)
+    assert {name for heading in headings for name in re.findall(r"`([^`]+)`", heading)} == set(OVERVIEW)
+
+
+def test_what_has_no_adapter_is_documented_as_planned_and_nothing_else_is() -> None:
+    planned = {name for name, backend in all_backends().items() if isinstance(backend, PlannedBackend)}
+    assert {name for name, line in OVERVIEW.items() if PLANNED in line} == planned
+
+
+def test_the_documented_limits_are_those_of_the_adapter() -> None:
+    text = " ".join(BACKENDS_MD.partition("### `deepep`")[2].partition("\n### ")[0].split())
+    assert f"hidden size one of {', '.join(map(str, deepep_limits.LL_HIDDEN))}" in text
+    assert f"rows of at most {deepep_limits.HT_ROW_MAX} bytes" in text
+    for limit in (deepep_limits.LL_MAX_TOPK, deepep_limits.HT_MAX_TOPK):
+        assert f"top-k at most {limit}" in text

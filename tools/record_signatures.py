@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import email
 import json
 import sys
 import zipfile
@@ -72,7 +73,7 @@ class Package:
                 continue
             recorded = self.read(f"{folder}/RECORD") if f"{folder}/RECORD" in self.names else ""
             if file in {line.partition(",")[0] for line in recorded.splitlines()}:
-                fields = dict(line.split(": ", 1) for line in self.read(name).splitlines() if ": " in line)
+                fields = email.message_from_string(self.read(name))
                 return fields["Name"], fields["Version"]
         raise UsageError(f"{self.path} has no *.dist-info that lists {file}, so its version is unknown")
 

@@ -22,10 +22,10 @@ def _git(*arguments: str) -> str | None:
 
 @cache
 def git_label() -> str:
-    """`g<commit>`, with a `+` if the tree differs from it; "" outside a git checkout."""
+    """`g<commit>`, with a `+` if the tree differs from it; outside a git checkout the sources' hash, `s<hash>`."""
     commit = _git("rev-parse", "--short=8", "HEAD")
     if commit is None:
-        return ""
+        return source_hash()
     return f"g{commit}" + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
 
 

@@ -230,6 +230,7 @@ def graph(session: Session, tools: DeviceTools, plan: Plan, between_series: Betw
             session.call()
 
     calls = capture(all_calls, tools)
+    session.poison()  # the eager calls before capture left the right output
     start, end = event(), event()
     replays = max(GRAPH_MIN_REPLAYS, math.ceil(plan.iters / count))
     for replay in range(GRAPH_UNTIMED_REPLAYS + replays):
@@ -250,6 +251,7 @@ def graph(session: Session, tools: DeviceTools, plan: Plan, between_series: Betw
         chain.extend(record_phases(main_phases(session), external=True) for _ in range(count))
 
     phases = capture(all_phases, tools)
+    session.poison()
     for _ in range(2):  # the first replay warms the graph up; the events keep the last one's times
         tools.cold_start()
         phases.replay()

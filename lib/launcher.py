@@ -48,7 +48,8 @@ def detect_launcher(env: Mapping[str, str]) -> Launcher:
             source="torchrun",
         )
     tasks = _number(env, "SLURM_NTASKS_PER_NODE")
-    if env.get("SLURM_PROCID", "").isdigit() and tasks > 1:
+    # srun alone sets SLURM_STEP_NUM_TASKS: in a batch script PROCID is 0 too, and nobody else was started
+    if env.get("SLURM_PROCID", "").isdigit() and tasks > 1 and _number(env, "SLURM_STEP_NUM_TASKS") > 1:
         nodes = _number(env, "SLURM_NNODES", 1)
         return Launcher(
             joined=True,

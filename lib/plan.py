@@ -7,10 +7,13 @@ import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lib.contract import OK, Backend, Support, Variant, missing, unsupported
 from lib.problem import Problem
+from lib.routing_spec import parse_routing
 from lib.version import source_hash
 
 if TYPE_CHECKING:
@@ -119,12 +122,19 @@ def needs_packages(machine: Machine, packages: dict[str, str], why: Support = OK
     return missing(hint) if hint else OK
 
 
+@cache
+def file_digest(path: str) -> str:
+    """Hash of a file's bytes, "" for no file: another routing under the same name is another case."""
+    return hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest() if path else ""
+
+
 def case_key(section: str, variant: Variant, problem: Problem, timing: str, knobs: Knobs, machine: Machine) -> str:
     """`k` + hash of all that makes the case what it is, the code's version and the device included."""
     whole = {
         "section": section,
         "variant": asdict(variant),
         "problem": asdict(problem),
+        "routing_file": file_digest(parse_routing(problem.routing).path),
         "timing": timing,
         "knobs": {name: getattr(knobs, name) for name in MEASURING},
         "device": machine.device,

@@ -137,7 +137,8 @@ class RowFiles:
             fcntl.flock(self._csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise LockedError(f"{self.csv} is being written by another run") from error
-        if os.fstat(self._csv).st_size == 0:
+        if HEADER.startswith(self.csv.read_text(errors="replace")):  # empty, or cut short in its first line
+            os.ftruncate(self._csv, 0)
             _append(self.csv, self._csv, HEADER)
         self._mend()
 
@@ -160,10 +161,14 @@ class RowFiles:
     def _rewrite(self, path: Path, attribute: str, text: str) -> None:
         """Replace a file whole: the new one is complete on disk before it takes the old one's name."""
         fresh = path.with_name(f".{path.name}.new")
-        with fresh.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with fresh.open("w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            fresh.unlink(missing_ok=True)
+            raise WriteError(path, error, "(none: the files were being mended, and stand as they were)") from error
         descriptor = os.open(fresh, os.O_RDWR | os.O_APPEND)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fresh.replace(path)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 from knob_helpers import BLACKWELL, CPU, HOPPER, parsed
 from machine_helpers import cpu
@@ -203,3 +204,47 @@ def test_every_timing_method_is_defined_in_method_md(name: str) -> None:
     heading = rf"^#+ .*\b{name}\b"
     bold = rf"\*\*`?{name}`?\*\*"
     assert re.search(f"{heading}|{bold}", text, re.MULTILINE)
+
+
+# -- figures in the README
+
+
+def readme_rows() -> list[tuple[str, dict[str, str]]]:
+    """Every row of a README table that names the CSV it was made from."""
+    found = []
+    for part in README.read_text().split("<!-- rows: ")[1:]:
+        name, _, rest = part.partition(" -->")
+        lines = [line for line in rest.partition("<!-- end of rows -->")[0].splitlines() if line.startswith("|")]
+        titles, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "---" not in line]
+        found += [(name, dict(zip(titles, row, strict=True))) for row in rows]
+    return found
+
+
+FIGURES = {
+    "p50 us": "lat_us_p50",
+    "dispatch us": "dispatch_us",
+    "experts us": "experts_us",
+    "combine us": "combine_us",
+    "wire GB/s": "dispatch_wire_gbps",
+    "kernel us": "kernel_us",
+    "TFLOP/s": "tflops",
+    "acc %": "acc_loss_pct",
+    "% of light": "sol_pct",
+}
+
+
+@needs(README)
+def test_every_figure_of_the_readmes_tables_is_in_the_committed_csv() -> None:
+    rows = readme_rows()
+    assert len(rows) >= 10
+    for name, shown in rows:
+        measured = pd.read_csv(ROOT / name)
+        same = (measured["variant"] == shown["variant"]) & (measured["tokens"] == int(shown["tokens"]))
+        same &= (measured["timing"] == shown["timing"]) & (measured["status"] == "ok")
+        if "dispatch" in shown:
+            same &= measured["dispatch_dtype"] == shown["dispatch"]
+        row = measured[same].iloc[0]
+        for title, column in FIGURES.items():
+            if title in shown:
+                digits = len(shown[title].partition(".")[2])
+                assert shown[title] == f"{row[column]:.{digits}f}", (name, shown["variant"], title)

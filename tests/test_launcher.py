@@ -26,6 +26,7 @@ SRUN = {
     "SLURM_LOCALID": "2",
     "SLURM_NTASKS": "4",
     "SLURM_NTASKS_PER_NODE": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_NNODES": "1",
 }
 
@@ -38,7 +39,12 @@ SRUN = {
         (SRUN, Launcher(True, 2, 4, 2, 4, 1, "srun")),
         (TORCHRUN | SRUN, Launcher(True, 3, 4, 3, 4, 1, "torchrun")),
         # srun without --ntasks tells the tasks of a node only
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS_PER_NODE": "8"}, Launcher(True, 0, 8, 0, 8, 1, "srun")),
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS_PER_NODE": "8", "SLURM_STEP_NUM_TASKS": "8"},
+            Launcher(True, 0, 8, 0, 8, 1, "srun"),
+        ),
+        # inside a batch script, before any srun: alone on the node, whatever the job asked for
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS_PER_NODE": "8"}, Launcher()),
         # one task a node: it starts a node's ranks by itself
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}, Launcher()),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"}, Launcher(nodes=2)),

@@ -68,7 +68,10 @@ def high_throughput_reason(variant: Variant, problem: Problem) -> str:
 
 def low_latency_reason(problem: Problem) -> str:
     """Why ll can't run this shape, "" if it can."""
-    depth, slots = int(os.environ.get("NVSHMEM_QP_DEPTH") or LL_QP_DEPTH), ll_slots(problem)
+    asked, slots = os.environ.get("NVSHMEM_QP_DEPTH") or str(LL_QP_DEPTH), ll_slots(problem)
+    if not asked.isdigit():
+        return f"NVSHMEM_QP_DEPTH={asked}: must be a whole number, ll sizes its queues by it"
+    depth = int(asked)
     if slots > (limit := depth // 2 - 1):
         return f"TOKENS={problem.tokens} takes {slots} slots, ll has {limit} (NVSHMEM_QP_DEPTH={depth} / 2 - 1)"
     if problem.world > LL_RANK_STEP and problem.world % LL_RANK_STEP:

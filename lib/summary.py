@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -25,11 +26,20 @@ SHAPE = ("world", "num_experts", "topk", "hidden", "inter", "routing")
 REASON_CHARACTERS = 110
 
 
-def header(rows: list[Row]) -> str:
-    """One line: machine, versions, section and what all rows share of the shape."""
+def peaks_text(path: Path) -> str:
+    """The ceilings that the run measured, if it did (lib/peaks.py)."""
+    if not path.exists():
+        return ""
+    peaks = json.loads(path.read_text())
+    wire = f"wire {peaks['wire_gbps']:.0f} GB/s, " if peaks["wire_gbps"] else ""
+    return f"peaks: {wire}HBM {peaks['hbm_gbps']:.0f} GB/s, bf16 {peaks['matmul_tflops']['bf16']:.0f} TFLOP/s"
+
+
+def header(rows: list[Row], peaks: str) -> str:
+    """One line: machine, its measured peaks, versions, section and what all rows share of the shape."""
     measured = next((row for row in rows if row["versions"]), rows[0])
     shape = " ".join(f"{name}={measured[name]}" for name in SHAPE)
-    parts = [measured["section"], measured["device"], shape, measured["versions"], measured["git"]]
+    parts = [measured["section"], measured["device"], peaks, shape, measured["versions"], measured["git"]]
     return " | ".join(part for part in parts if part)
 
 
@@ -38,15 +48,22 @@ def row_cells(row: Row, labels: list[str], figures: list[tuple[str, str, int]]) 
     named = [row[name] for name in labels] + [row["status"]]
     if reason := row["reason"]:
         return [*named, reason if len(reason) <= REASON_CHARACTERS else reason[: REASON_CHARACTERS - 1] + "…"]
-    shown = [f"{float(row[name]):.{digits}f}" if row[name] else "" for _, name, digits in figures]
-    return [*named, *shown, row["check"]]
+    return [*named, *(figure(row[name], digits) for _, name, digits in figures), row["check"]]
+
+
+def figure(text: str, digits: int) -> str:
+    """Fixed digits in a column; a value that they would show as zero keeps two that count."""
+    if not text:
+        return ""
+    fixed = f"{float(text):.{digits}f}"
+    return fixed if float(fixed) or not float(text) else f"{float(text):.2g}"
 
 
 def table_lines(rows: list[Row]) -> list[str]:
     """Columns that say nothing in this table (all blank, or a label that never differs) are left out."""
     labels = [name for name in LABELS if name == "variant" or len({row[name] for row in rows}) > 1]
     figures = [figure for figure in FIGURES if any(row[figure[1]] for row in rows)]
-    heading = [*labels, "status", *(title for title, _, _ in figures), "check"]
+    heading = [*labels, "status", *(title for title, _, _ in figures), "check"] if figures else [*labels, "status"]
     lines = [heading] + [row_cells(row, labels, figures) for row in rows]
     full = [line for line in lines if len(line) == len(heading)]
     left = len(labels) + 1
@@ -68,7 +85,8 @@ def summary(path: Path) -> list[str]:
     told = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
     notice = ["(a torn last line was left out)"] if torn else []
     rows.sort(key=lambda row: STATUSES.index(row["status"]))  # what ran comes first; the file keeps the plan's order
-    return [header(rows), *table_lines(rows), f"rows: {path}   {told}", *notice]
+    peaks = peaks_text(path.with_name(f"peaks_{rows[0]['stamp']}.json"))
+    return [header(rows, peaks), *table_lines(rows), f"rows: {path}   {told}", *notice]
 
 
 def main(paths: list[str]) -> int:

@@ -79,6 +79,18 @@ def between_us(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
     return float(start.elapsed_time(end)) * US_PER_MS
 
 
+def window(work: Callable[[], Any]) -> tuple[float, float]:
+    """Microseconds of `work` on the device, and of the host inside it; drained afterwards."""
+    start, end = event(), event()
+    start.record()
+    started = time.perf_counter_ns()
+    work()
+    host = (time.perf_counter_ns() - started) / NS_PER_US
+    end.record()
+    torch.cuda.synchronize()
+    return between_us(start, end), host
+
+
 @dataclass
 class Mark:
     """One phase of one staged call: its events, and the host's time inside it."""
@@ -132,17 +144,11 @@ def add_phases(samples: Samples, marks: list[Mark]) -> None:
 def e2e(session: Session, tools: DeviceTools, plan: Plan, between_series: BetweenSeries) -> Samples:
     """Barrier-cold start; the phases come from a second series of as many iterations."""
     samples = Samples(phases={name: [] for name in timed_names(session)})
-    start, end = event(), event()
     for iteration in range(plan.warmup + plan.iters):
         tools.cold_start()
-        start.record()
-        started = time.perf_counter_ns()
-        session.call()
-        host = (time.perf_counter_ns() - started) / NS_PER_US
-        end.record()
-        torch.cuda.synchronize()
+        total, host = window(session.call)
         if iteration >= plan.warmup:
-            samples.total.append(between_us(start, end))
+            samples.total.append(total)
             samples.host.append(host)
     between_series(None)
     arrived: list[torch.cuda.Event] = []
@@ -158,6 +164,7 @@ def e2e(session: Session, tools: DeviceTools, plan: Plan, between_series: Betwee
             for phase in leading_phases(session):
                 phase.fn()
             tools.cold_start()
+            start = event()
             start.record()
             marks = record_phases(main_phases(session))
             torch.cuda.synchronize()
@@ -231,18 +238,12 @@ def graph(session: Session, tools: DeviceTools, plan: Plan, between_series: Betw
 
     calls = capture(all_calls, tools)
     session.poison()  # the eager calls before capture left the right output
-    start, end = event(), event()
     replays = max(GRAPH_MIN_REPLAYS, math.ceil(plan.iters / count))
     for replay in range(GRAPH_UNTIMED_REPLAYS + replays):
         tools.cold_start(hide_enqueue=True)
-        start.record()
-        started = time.perf_counter_ns()
-        calls.replay()
-        host = (time.perf_counter_ns() - started) / NS_PER_US
-        end.record()
-        torch.cuda.synchronize()
+        total, host = window(calls.replay)
         if replay >= GRAPH_UNTIMED_REPLAYS:
-            samples.total.append(between_us(start, end) / count)
+            samples.total.append(total / count)
             samples.host.append(host / count)
     between_series(calls.replay)
     chain: list[list[Mark]] = []
@@ -266,17 +267,11 @@ def kernel(session: Session, tools: DeviceTools, plan: Plan, between_series: Bet
     launch = session.bare_kernel()
     assert launch is not None, "measure_case asks before it calls"
     samples = Samples()
-    start, end = event(), event()
     for iteration in range(plan.warmup + plan.iters):
         tools.cold_start(hide_enqueue=True)
-        start.record()
-        started = time.perf_counter_ns()
-        launch()
-        host = (time.perf_counter_ns() - started) / NS_PER_US
-        end.record()
-        torch.cuda.synchronize()
+        total, host = window(launch)
         if iteration >= plan.warmup:
-            samples.total.append(between_us(start, end))
+            samples.total.append(total)
             samples.host.append(host)
     between_series(None)
     return samples

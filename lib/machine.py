@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lib.knobs import Knobs, MachineFacts
@@ -87,7 +87,8 @@ def package_version(package: str) -> str:
         return ""
 
 
-def _gpus_by_nvml() -> list[Gpu] | None:
+def nvml() -> Any | None:
+    """nvidia-ml-py, initialised, or None where it does not import or the driver does not answer."""
     try:
         import pynvml
     except ImportError:
@@ -95,6 +96,13 @@ def _gpus_by_nvml() -> list[Gpu] | None:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
+def _gpus_by_nvml() -> list[Gpu] | None:
+    pynvml = nvml()
+    if pynvml is None:
         return None
 
     def text(value: str | bytes) -> str:

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from lib.machine import Gpu
+from lib.machine import Gpu, nvml
 
 PERIOD_S = 0.1
 IDLE = 0x1  # NVML's clocks-event reasons (nvml.h, nvmlClocksEventReason*)
@@ -16,19 +16,6 @@ FULL_CLOCK = 0.97  # below this share of the largest SM clock, with a slowing re
 NEIGHBOUR_BYTES = 1 << 30  # a GPU that nobody uses holds some hundred MB at most
 NEIGHBOUR_UTILISATION = 5  # per cent
 LOOKS, LOOK_S = 4, 0.4  # NVML averages over up to a second: an earlier section's end must not look like a neighbour
-
-
-def nvml() -> Any | None:
-    """nvidia-ml-py, initialised, or None where it does not import or the driver does not answer."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    return pynvml
 
 
 def neighbours(gpus: tuple[Gpu, ...]) -> str:

@@ -66,12 +66,33 @@ def make_routing(problem: Problem) -> Routing:
     topk_idx = np.empty((problem.world, problem.tokens, problem.topk), np.int64)
     topk_weights = np.empty(topk_idx.shape, np.float32)
     for rank in range(problem.world):
-        ids = _LAWS[spec.law](problem, spec, rank)
-        topk_idx[rank] = _masked(ids, problem, spec, rank)
+        topk_idx[rank] = rank_topk(problem, spec, rank)
         topk_weights[rank] = _gate_weights(topk_idx[rank], problem, rank)
     load = expert_loads(topk_idx, problem.num_experts).reshape(problem.world, -1).sum(1)
     skew = float(load.max() / load.mean()) if load.any() else None
     return Routing(topk_idx, topk_weights, _hash(topk_idx, topk_weights), skew, spec.empty)
+
+
+def rank_topk(problem: Problem, spec: RoutingSpec, rank: int) -> Ints:
+    """The experts of one rank's tokens, int64 [T, K], -1 = masked; the caller has checked `spec` against the shape."""
+    return _masked(_LAWS[spec.law](problem, spec, rank), problem, spec, rank)
+
+
+def grouped_topk(order: Words, nodes: int, topk: int) -> Ints:
+    """The K best experts a token, int64 [T, K], within its best groups: one group of experts a node, at most MAX_GROUPS.
+
+    order uint64 [T, E]: the higher the better; a group ranks by its best expert. The low 16 bits are replaced by
+    65535 - e: nothing ties, and where it would the lower expert wins.
+    """
+    tokens, experts = order.shape
+    scores = (order & ~_INDEX_BITS) | (_INDEX_BITS - np.arange(experts, dtype=np.uint64))
+    grouped = scores.reshape(tokens, nodes, experts // nodes)
+    best = grouped.max(axis=2)
+    kept = min(nodes, MAX_GROUPS)
+    threshold = np.sort(best, axis=1)[:, nodes - kept]
+    scores = np.where((best >= threshold[:, None])[:, :, None], grouped, np.uint64(0)).reshape(scores.shape)
+    top = np.sort(np.partition(scores, experts - topk, axis=1)[:, experts - topk :], axis=1)[:, ::-1]
+    return (_INDEX_BITS - (top & _INDEX_BITS)).astype(np.int64)
 
 
 def expert_loads(topk_idx: Ints, num_experts: int) -> Ints:
@@ -152,21 +173,8 @@ def _onehot(problem: Problem, spec: RoutingSpec, rank: int) -> Ints:
 
 
 def _deepep(problem: Problem, spec: RoutingSpec, rank: int) -> Ints:
-    """DeepEP's test law: one group of experts a node, a group scores by its best expert, top-K in the best 4 groups.
-
-    Only the order of the scores matters, so uniform integers stand for DeepEP's |normal| + 1. The low bits carry
-    65535 - e: scores never tie, and where they would the lower expert wins.
-    """
-    experts = problem.num_experts
-    scores = _words(problem, rank, "deepep", (problem.tokens, experts)) & ~_INDEX_BITS
-    scores |= _INDEX_BITS - np.arange(experts, dtype=np.uint64)
-    grouped = scores.reshape(problem.tokens, problem.nodes, experts // problem.nodes)
-    best = grouped.max(axis=2)
-    kept = min(problem.nodes, MAX_GROUPS)
-    threshold = np.sort(best, axis=1)[:, problem.nodes - kept]
-    scores = np.where((best >= threshold[:, None])[:, :, None], grouped, np.uint64(0)).reshape(scores.shape)
-    top = np.sort(np.partition(scores, experts - problem.topk, axis=1)[:, experts - problem.topk :], axis=1)[:, ::-1]
-    return (_INDEX_BITS - (top & _INDEX_BITS)).astype(np.int64)
+    """DeepEP's test law, `grouped_topk`. Only the order of the scores matters: uniform integers stand for |normal| + 1."""
+    return grouped_topk(_words(problem, rank, "deepep", (problem.tokens, problem.num_experts)), problem.nodes, problem.topk)
 
 
 def _file(problem: Problem, spec: RoutingSpec, rank: int) -> Ints:

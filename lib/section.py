@@ -33,6 +33,7 @@ OK_EXIT, FAILED_EXIT, USAGE_EXIT, NOTHING_EXIT, LOCKED_EXIT, INTERRUPTED_EXIT = 
 # The process group's own time-out is longer than both clocks together, so that the coordinator is the one who speaks.
 GROUP_TIMEOUT_MARGIN_S = 60
 RED = ("failed", "wrong", "timeout")
+PEAK_NAMES = ("wire_gbps", "hbm_gbps", "matmul_tflops", "barrier_us", "source")  # what lib/roofline.py reads
 
 
 class Interrupted(BaseException):
@@ -90,7 +91,6 @@ class Run:
         record = {"samples": samples, "knobs": self.knobs.as_text(), "fingerprint": self.fingerprint}
         with SIGNALS.held():
             self.files.append(row, case.key, record)
-
         latency = columns.get("lat_us_p50")
         outcome = f"{status}: {reason}" if reason else status
         if status == "ok" and latency:
@@ -278,8 +278,17 @@ class Run:
 
 
 def read_peaks(path: Path) -> dict[str, Any]:
-    peaks: dict[str, Any] = json.loads(path.read_text())
-    return peaks
+    """Raises KnobErrors on a file that write_peaks did not make."""
+    try:
+        peaks = json.loads(path.read_text())
+        missing = [name for name in PEAK_NAMES if name not in peaks]
+    except (OSError, ValueError, TypeError):
+        missing = ["JSON"]
+    if missing:
+        raise KnobErrors(
+            [f"PEAKS={path}: is not a file of measured peaks (no {', '.join(missing)}); give measure or off"]
+        )
+    return dict(peaks)
 
 
 def write_peaks(path: Path, peaks: dict[str, Any], stamp: str) -> dict[str, Any]:
@@ -348,6 +357,8 @@ def _run_section(section: Section) -> int:
     if problem := joined_problem(launcher, knobs.gpus, env, len(knobs.sections), families):
         say(problem)
         return USAGE_EXIT
+    if knobs.peaks not in ("measure", "off"):
+        read_peaks(Path(knobs.peaks))  # refused now, before anything is measured
     if launcher.follower:
         return launch.follow(launcher, worker_environment(knobs, machine))
     cases = make_plan(section, knobs, machine, sweep)

@@ -78,19 +78,38 @@ class Copies:
         return self.received - np.diagonal(self.pairs)
 
 
+@dataclass(frozen=True, eq=False)
+class SourceCopies:
+    """Counted copies of one source rank's tokens: pairs int64 [R] by destination rank; the others as in Copies.
+
+    Unlike there, on one node node_algo is the tokens that go anywhere, as the counting rule has it.
+    """
+
+    pairs: Ints
+    selection: int
+    node_algo: int
+    node_physical: int
+
+
+def count_source(topk_idx: Ints, source: int, problem: Problem) -> SourceCopies:
+    """Count the copies of any tokens topk_idx [t, K] of one source rank (-1 = masked); parts of its tokens add up."""
+    hits = _hits(topk_idx, problem)
+    ranks_a_node = problem.world // problem.nodes
+    node_hits = np.asarray(hits.reshape(-1, problem.nodes, ranks_a_node).any(axis=2))
+    algo, own = int(node_hits.sum()), int(node_hits[:, source // ranks_a_node].sum())
+    return SourceCopies(hits.sum(axis=0), int((topk_idx >= 0).sum()), algo, algo - own)
+
+
 def count_copies(topk_idx: Ints, problem: Problem) -> Copies:
     """Count the copies of topk_idx [R, T, K] (-1 = masked, counted nowhere)."""
-    world, nodes = problem.world, problem.nodes
-    pairs = np.zeros((world, world), np.int64)
+    world = problem.world
+    pairs, selection = np.zeros((world, world), np.int64), np.zeros(world, np.int64)
     node_algo, node_physical = np.zeros(world, np.int64), np.zeros(world, np.int64)
     for source in range(world):
-        hits = _hits(topk_idx[source], problem)
-        pairs[source] = hits.sum(axis=0)
-        if nodes > 1:
-            node_hits = np.asarray(hits.reshape(-1, nodes, world // nodes).any(axis=2))
-            node_algo[source] = node_hits.sum()
-            node_physical[source] = node_algo[source] - node_hits[:, source // (world // nodes)].sum()
-    selection = (topk_idx >= 0).sum(axis=(1, 2)).astype(np.int64)
+        counted = count_source(topk_idx[source], source, problem)
+        pairs[source], selection[source] = counted.pairs, counted.selection
+        if problem.nodes > 1:
+            node_algo[source], node_physical[source] = counted.node_algo, counted.node_physical
     return Copies(pairs, selection, node_algo, node_physical, expert_loads(topk_idx, problem.num_experts))
 
 

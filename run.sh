@@ -9,10 +9,10 @@ main() {
   parse_arguments "$@"
   find_bare_python
   check_knobs
-  choose_interpreters
   if [[ -z $FOLLOWER && ${CHECKED[dry_run]} != 1 ]]; then
-    open_output
+    open_output  # before the set-up of .venv: a folder or a stamp that will not do is told at once
   fi
+  choose_interpreters
   run_sections
   print_summary
   combine_statuses ${INTERRUPTED:+"$EXIT_INTERRUPTED"} "${STATUSES[@]}"

@@ -300,7 +300,7 @@ resume_stamp() {
     [[ -n $STAMP ]] || die "$EXIT_USAGE" "RESUME=last: $OUT_DIR has no ${prefix}_<stamp>_*.csv to go on with"
   fi
   [[ $'\n'$(list_stamps "$prefix")$'\n' == *$'\n'"$STAMP"$'\n'* ]] ||
-    die "$EXIT_USAGE" "RESUME=$wanted: $OUT_DIR has no ${prefix}_${STAMP}_*.csv to go on with"
+    die "$EXIT_USAGE" "RESUME=$wanted: $OUT_DIR has no ${prefix}_${STAMP}_*.csv to go on with; give last, or unset it"
   take_claim "$STAMP" && return
   read -r pid host <"$OUT_DIR/.claim_$STAMP" || true
   if [[ ${host:-} == "$HOSTNAME" && ${pid:-} =~ ^[0-9]+$ ]] && ! kill -0 "$pid" 2>/dev/null; then

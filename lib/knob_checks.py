@@ -218,6 +218,8 @@ def one_node(draft: Draft) -> Iterator[str]:
 
 
 # Each check with the fields it stands on: it is left out while one of them is wrong by itself.
+LATER = ("TRACE", "NIC", "MASTER_ADDR", "MASTER_PORT", "BASELINE", "STARTS", "KEEP")  # traces, nodes, nightly: to come
+GPU_ONLY = ("L2", "PEAKS", "ITERS_PER_GRAPH")
 CHECKS: tuple[tuple[Check, tuple[str, ...]], ...] = (
     (devices_exist, ()),
     (gpus_are_there, ("gpus",)),
@@ -247,6 +249,12 @@ def remarks(draft: Draft) -> Iterator[str]:
         yield "CUDA_VISIBLE_DEVICES: hides every GPU, so this is a run on the CPU"
     if not knobs.vllm_mega and not knobs.all_sections and draft.asked("vllm_mega"):
         yield f"VLLM_MEGA=0: has no effect, SECTION names vllm_mega; it counts for SECTION={ALL} only"
+    for name in LATER:
+        if name in draft.changed:
+            yield f"{name}: has no effect in this version"
+    for name in GPU_ONLY:
+        if name in draft.changed and not draft.visible.gpu_count:
+            yield f"{name}: has no effect on a CPU"
     if draft.sweep and "TOKENS" in draft.changed:
         yield "TOKENS: has no effect in a sweep, whose points are SEQ_LENS"
     for name in ("SEQ_LENS", "SEQ_LEN_MIN", "SEQ_LEN_MAX"):

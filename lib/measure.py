@@ -114,12 +114,14 @@ def measure_case(
     everyone = gather(samples, group)
     if wrong:
         return wrong_result(f"after timing: {wrong}"), session
-    times = time_columns(method, case, everyone)
+    tokens = sum(routing.tokens_of(rank) for rank in range(group.world))
+    times = time_columns(method, tokens, everyone)
     columns = {
         **times,
         **byte_and_rate_columns(case, session, routing, times, bench.peaks),
         "timing": method,
         "graph": graph,
+        "iters_per_graph": knobs.iters_per_graph if method == "graph" else None,
         "acc_loss_pct": acc,
         "check": "ok" if case.checked else "skipped",
         "quant_included": session.quant_included,
@@ -176,8 +178,8 @@ def _by_iteration(series: list[list[float]]) -> list[tuple[float, ...]]:
     return list(zip(*series, strict=True))
 
 
-def time_columns(method: str, case: Case, everyone: list[timing.Samples]) -> dict[str, Any]:
-    """Latency, phases, gap, skew and host time of one case; `everyone` holds each rank's samples."""
+def time_columns(method: str, tokens: int, everyone: list[timing.Samples]) -> dict[str, Any]:
+    """Latency, phases, gap, skew, host time and rate. `tokens`: of all ranks; `everyone` holds each rank's samples."""
     total = _by_iteration([samples.total for samples in everyone])
     pipelined = method == "e2e_pipelined"
     latency = stats.latency_columns(stats.median_over_ranks(total) if pipelined else stats.max_over_ranks(total))
@@ -200,7 +202,7 @@ def time_columns(method: str, case: Case, everyone: list[timing.Samples]) -> dic
         busy_us = columns["host_us"] - median(stats.max_over_ranks(blocked))
         columns["launch_bound"] = busy_us > LAUNCH_BOUND_SHARE * columns["lat_us_p50"]
     p50_s = columns["lat_us_p50"] / 1e6
-    columns["tokens_per_s"] = case.problem.world * case.problem.tokens / p50_s if case.problem.tokens else None
+    columns["tokens_per_s"] = tokens / p50_s if tokens else None
     return columns
 
 
@@ -239,7 +241,10 @@ def raw_samples(everyone: list[timing.Samples]) -> dict[str, Any]:
     raw: dict[str, Any] = {
         "total_us": [samples.total for samples in everyone],
         "phases_us": {name: [samples.phases[name] for samples in everyone] for name in everyone[0].phases},
+        "phase_total_us": [samples.phase_total for samples in everyone],
         "gaps_us": [samples.gaps for samples in everyone],
+        "host_us": [samples.host for samples in everyone],
+        "blocked_us": [samples.blocked for samples in everyone],
         "arrivals_us": [samples.arrivals for samples in everyone],
     }
     chains = everyone[0].chains

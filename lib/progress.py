@@ -27,8 +27,8 @@ def say(text: str) -> None:
 class Lines:
     """One line a case, for logs and pipes, and where rich is not installed."""
 
-    def __init__(self, section: str, total: int) -> None:
-        self.section, self.total, self.count = section, total, 0
+    def __init__(self, section: str, total: int, done: int) -> None:
+        self.section, self.total, self.count = section, total, done
 
     def phase(self, name: str, phase: str) -> None:
         """A line a case is enough here."""
@@ -47,12 +47,12 @@ class Lines:
 class Bar:
     """The same on a terminal."""
 
-    def __init__(self, section: str, total: int) -> None:
+    def __init__(self, section: str, total: int, done: int) -> None:
         counts = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         columns = (TextColumn("{task.description}"), BarColumn(), *counts)
         self.progress = Progress(*columns, console=Console(stderr=True), transient=True)
         self.section = section
-        self.task: Any = self.progress.add_task(section, total=total)
+        self.task: Any = self.progress.add_task(section, total=total, completed=done)
         self.progress.start()
 
     def phase(self, name: str, phase: str) -> None:
@@ -69,7 +69,8 @@ class Bar:
         self.progress.stop()
 
 
-def make_progress(section: str, total: int) -> Lines | Bar:
+def make_progress(section: str, total: int, done: int) -> Lines | Bar:
+    """`done`: cases that a resumed run has already."""
     if Console is not None and sys.stderr.isatty():
-        return Bar(section, total)
-    return Lines(section, total)
+        return Bar(section, total, done)
+    return Lines(section, total, done)

@@ -11,7 +11,7 @@ import fcntl
 import io
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +124,11 @@ class RowFiles:
         self.notices: list[str] = []
         self.done: dict[str, str] = {}  # case key -> status
 
-    def open(self, resume: bool) -> None:
-        """Raises FileExistsError unless resuming, SchemaError on another schema, LockedError beside a running run."""
+    def open(self, resume: bool, planned: Collection[str] = ()) -> None:
+        """`planned`: keys of the cases that this run will make; their interrupted rows are dropped.
+
+        Raises FileExistsError unless resuming, SchemaError on another schema, LockedError beside a running run.
+        """
         if not resume:
             for path in (self.csv, self.jsonl):
                 if path.exists():
@@ -140,9 +143,9 @@ class RowFiles:
         if HEADER.startswith(self.csv.read_text(errors="replace")):  # empty, or cut short in its first line
             os.ftruncate(self._csv, 0)
             _append(self.csv, self._csv, HEADER)
-        self._mend()
+        self._mend(planned)
 
-    def _mend(self) -> None:
+    def _mend(self, planned: Collection[str]) -> None:
         """Drop torn and interrupted lines, add CSV lines that a kill left out, and learn which cases are there."""
         rows, torn_csv = read_rows(self.csv)
         records, torn_jsonl = read_records(self.jsonl)
@@ -150,9 +153,13 @@ class RowFiles:
             self.notices.append(f"{self.csv.name}: a torn last line was dropped")
         if torn_jsonl:
             self.notices.append(f"{self.jsonl.name}: a torn last line was dropped")
-        kept = [record for record in records if record["row"]["status"] != "interrupted"]
-        if len(kept) < len(records):
-            self.notices.append(f"{len(records) - len(kept)} interrupted cases are run again")
+        interrupted = {record["key"] for record in records if record["row"]["status"] == "interrupted"}
+        again = interrupted.intersection(planned)
+        kept = [record for record in records if record["key"] not in again]
+        if again:
+            self.notices.append(f"{len(again)} interrupted cases are run again")
+        if left := len(interrupted) - len(again):
+            self.notices.append(f"{left} interrupted cases are not in this plan and stay: resume with that run's knobs")
         if len(kept) < len(records) or torn_csv or torn_jsonl or len(rows) != len(records):
             self._rewrite(self.jsonl, "_jsonl", "".join(record_line(record) for record in kept))
             self._rewrite(self.csv, "_csv", HEADER + "".join(csv_line(record["row"]) for record in kept))

@@ -132,8 +132,9 @@ class Run:
 
     def execute(self) -> int:
         """Every planned case gets its row, whatever happens. Returns the exit code."""
-        self.files.open(resume=bool(self.knobs.resume))
-        self.progress = make_progress(self.section.name, len(self.cases))
+        self.files.open(resume=bool(self.knobs.resume), planned={case.key for case in self.cases})
+        there = sum(case.key in self.files.done for case in self.cases)
+        self.progress = make_progress(self.section.name, len(self.cases), there)
         with self.files.log.open("ab", buffering=0) as self.log_file:
             try:
                 self._log_header()
@@ -145,10 +146,9 @@ class Run:
                     self.note(notice)
                 if self.monitor.contended:
                     self.note(f"contended: {self.monitor.contended}; the rows are marked and make no baseline")
-                todo = [case for case in self.cases if case.key not in self.files.done]
-                if len(todo) < len(self.cases):
-                    self.note(f"resumed: {len(self.cases) - len(todo)} of {len(self.cases)} cases are there already")
-                return self._run(todo)
+                if there:
+                    self.note(f"resumed: {there} of {len(self.cases)} cases are there already")
+                return self._run([case for case in self.cases if case.key not in self.files.done])
             finally:
                 self.monitor.close()
                 self.progress.close()

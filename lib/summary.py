@@ -19,7 +19,7 @@ FIGURES = (
     ("combine", "combine_us", 1),
     ("wire GB/s", "dispatch_wire_gbps", 2),
     ("% of light", "sol_pct", 1),
-    ("acc %", "acc_loss_pct", 2),
+    ("acc loss %", "acc_loss_pct", 2),
 )
 LABELS = ("variant", "algo", "timing", "tokens", "dispatch_dtype")
 SHAPE = ("world", "num_experts", "topk", "hidden", "inter", "routing")

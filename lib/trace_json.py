@@ -39,21 +39,29 @@ class JsonPieces:
         """The next value, whole."""
         self.peek()
         while True:
-            try:
-                value, end = self._decoder.raw_decode(self._text, self._at)
-                # a number that ends where the piece ends may go on in the next one
-                if end < len(self._text) or not self._more(PIECE_CHARS):
-                    self._at = end
-                    return value
-            except json.JSONDecodeError as error:
-                pending = len(self._text) - self._at
-                if pending > MAX_VALUE_CHARS or not self._more(max(PIECE_CHARS, pending)):
-                    ended = pending <= MAX_VALUE_CHARS and _cut_short(error, len(self._text))
-                    raise NotJson("ends too early: it is cut off" if ended else f"is not JSON ({error.msg})") from error
-            except (ValueError, RecursionError) as error:  # a number of 5000 digits, lists in lists in lists
-                raise NotJson(f"is not JSON that can be read ({error})") from error
+            found = self._whole_value()
+            # a number that ends where the text at hand ends may go on in the next piece, even after "." or "e+"
+            if found and (found[1] + len("e+") < len(self._text) or not self._more(PIECE_CHARS)):
+                self._at = found[1]
+                return found[0]
 
-    def keys(self) -> Iterator[str]:
+    def _whole_value(self) -> tuple[Any, int] | None:
+        """The value at hand and where it ends; None if it needed more text, which is then at hand."""
+        try:
+            return self._decoder.raw_decode(self._text, self._at)
+        except json.JSONDecodeError as error:
+            pending = len(self._text) - self._at
+            if pending <= MAX_VALUE_CHARS and self._more(max(PIECE_CHARS, pending)):
+                return None
+            ended = pending <= MAX_VALUE_CHARS and _cut_short(error, len(self._text))
+            where = f"{error.msg} at character {self._consumed + error.pos - self._at}"
+            raise NotJson("ends too early: it is cut off" if ended else f"is not JSON ({where})") from error
+        except RecursionError as error:
+            raise NotJson("is nested too deeply for a trace") from error
+        except ValueError as error:
+            raise NotJson("has a number too long to be read") from error
+
+    def object_keys(self) -> Iterator[str]:
         """The keys of an object; after each the caller takes its value. Reads up to the closing brace."""
         self._take("{")
         while self.peek() != "}":

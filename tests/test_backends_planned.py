@@ -125,39 +125,42 @@ def test_a_cpu_is_told_what_hardware_and_what_package_is_needed(section: Section
 
 def test_hopper_without_packages_is_told_what_to_install() -> None:
     found = verdicts(split.SECTION, h200_pair(), HOPPER, GPUS="2")
-    assert found["deepep_ht+deepgemm"][0] == "missing"
-    assert found["deepep_ht+deepgemm"][1].startswith("not installed: vLLM (pip install vllm), DeepEP")
+    assert found["deepep_ht+deepgemm"][0] == "unsupported"
+    assert found["deepep_ht+deepgemm"][1].startswith(f"{NO_ADAPTER}; not installed: vLLM (pip install vllm), DeepEP")
     status, reason = found["deepep_ht+trtllm"]
     assert status == "unsupported"
-    assert reason.startswith("needs sm_10x, this is sm_90; not installed: vLLM (pip install vllm), DeepEP")
+    assert reason.startswith(
+        f"{NO_ADAPTER}; needs sm_10x, this is sm_90; not installed: vLLM (pip install vllm), DeepEP"
+    )
     assert "FlashInfer (pip install flashinfer-python)" in reason
 
 
 def test_only_what_is_not_installed_is_named() -> None:
     found = verdicts(split.SECTION, h200_pair("vllm"), HOPPER, GPUS="2")
-    assert found["deepep_ht+deepgemm"] == ("missing", "not installed: DeepEP (https://github.com/deepseek-ai/DeepEP)")
+    reason = f"{NO_ADAPTER}; not installed: DeepEP (https://github.com/deepseek-ai/DeepEP)"
+    assert found["deepep_ht+deepgemm"] == ("unsupported", reason)
 
 
 def test_mega_kernels_are_of_one_generation() -> None:
     hopper = verdicts(fi_mega.SECTION, h200_pair(*PACKAGES), HOPPER, GPUS="2")
     assert hopper["sm90_push_fp8"] == ("unsupported", NO_ADAPTER)
-    assert hopper["mxfp8_cutedsl"] == ("unsupported", "needs sm_10x, this is sm_90")
+    assert hopper["mxfp8_cutedsl"] == ("unsupported", f"{NO_ADAPTER}; needs sm_10x, this is sm_90")
     everything = "deep_gemm_mega sm90_push_fp8 sm90_pull_fp8"
     blackwell = verdicts(fi_mega.SECTION, b200_quad(*PACKAGES), BLACKWELL, MEGA_LIST=everything)
     assert blackwell["deep_gemm_mega"] == ("unsupported", NO_ADAPTER)
-    assert blackwell["sm90_pull_fp8"] == ("unsupported", "needs sm_9x, this is sm_100")
+    assert blackwell["sm90_pull_fp8"] == ("unsupported", f"{NO_ADAPTER}; needs sm_9x, this is sm_100")
 
 
 def test_a_newer_gpu_than_the_oldest_that_will_do_is_good_enough() -> None:
     assert verdicts(comm.SECTION, b200_quad(*PACKAGES), BLACKWELL)["nccl_ep_ht"] == ("unsupported", NO_ADAPTER)
     ampere = machine(4, (8, 0), installed=PACKAGES)
-    too_old = ("unsupported", "needs sm_90 or newer, this is sm_80")
+    too_old = ("unsupported", f"{NO_ADAPTER}; needs sm_90 or newer, this is sm_80")
     assert verdicts(comm.SECTION, ampere, BLACKWELL)["nccl_ep_ht"] == too_old
 
 
 def test_rocm_libraries_do_not_run_on_cuda() -> None:
     status, reason = verdicts(comm.SECTION, h200_pair("mori"), HOPPER, GPUS="2")["mori+v1"]
-    assert (status, reason) == ("unsupported", "needs an AMD GPU (ROCm), this machine has CUDA GPUs")
+    assert (status, reason) == ("unsupported", f"{NO_ADAPTER}; needs an AMD GPU (ROCm), this machine has CUDA GPUs")
 
 
 def test_trtllm_does_not_take_what_ll_delivers() -> None:

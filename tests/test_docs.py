@@ -228,7 +228,7 @@ FIGURES = {
     "wire GB/s": "dispatch_wire_gbps",
     "kernel us": "kernel_us",
     "TFLOP/s": "tflops",
-    "acc %": "acc_loss_pct",
+    "acc loss %": "acc_loss_pct",
     "% of light": "sol_pct",
 }
 

@@ -25,9 +25,12 @@ def a_row(tokens: int = 8, **changes: object) -> dict[str, object]:
     return plain | {"reason": "", "num_sms": None, "lat_us_p50": 123.456789, "tainted": False} | changes
 
 
-def opened(folder: Path, resume: bool = False) -> RowFiles:
+PLANNED = {"k0", "k1", "k2", "k3"}
+
+
+def opened(folder: Path, resume: bool = False, planned: set[str] = PLANNED) -> RowFiles:
     files = RowFiles(folder, "bench", STAMP, "ref")
-    files.open(resume)
+    files.open(resume, planned)
     return files
 
 
@@ -251,6 +254,18 @@ def test_interrupted_rows_go_and_the_others_stay(tmp_path: Path) -> None:
     assert notices == ["2 interrupted cases are run again"]
     assert done == {"k0", "k2"}
     assert [row["status"] for row in found] == ["ok", "failed"]
+
+
+def test_an_interrupted_row_that_this_run_will_not_make_stays(tmp_path: Path) -> None:
+    """Resumed with other knobs, a run would else lose the list of what is outstanding."""
+    files = written(tmp_path, *(a_row(status="interrupted") for _ in range(3)))
+    again = opened(tmp_path, resume=True, planned={"k1", "k9"})
+    again.close()
+    assert [row["status"] for row in read_rows(files.csv)[0]] == ["interrupted", "interrupted"]
+    assert set(again.done) == {"k0", "k2"}
+    ran, stayed = again.notices
+    assert ran == "1 interrupted cases are run again"
+    assert stayed.startswith("2 interrupted cases are not in this plan and stay")
 
 
 def test_rows_are_appended_after_mending(tmp_path: Path) -> None:

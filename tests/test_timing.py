@@ -13,8 +13,7 @@ import pytest
 from knob_helpers import parsed
 
 from lib import measure, timing
-from lib.contract import OK, Phase, Session, Variant
-from lib.plan import Case
+from lib.contract import Phase, Session
 from lib.problem import Problem
 from lib.timing import PIPELINED_CHAINS, PIPELINED_DROPPED, BetweenSeries, HostTools, Plan, Samples, run_phases
 
@@ -243,8 +242,7 @@ PROBLEM = Problem(world=2, nodes=1, tokens=8, num_experts=4, topk=2, hidden=64, 
 
 
 def columns(first: Samples, second: Samples, method: str = "e2e", problem: Problem = PROBLEM) -> dict[str, Any]:
-    case = Case("ref", "torch", Variant("torch"), problem, method, OK, 0, True, "k0", "")
-    return measure.time_columns(method, case, [first, second])
+    return measure.time_columns(method, problem.world * problem.tokens, [first, second])
 
 
 def rank_samples(scale: float) -> Samples:

@@ -23,7 +23,7 @@ except ImportError:
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a command of its own: runs from anywhere
 
 from lib.trace import MAX_BYTES, Ints, Trace, TraceError, TraceTooLarge, read_trace
-from tools.trace_analysis import Analysis, Windows, alignment, analyze, find_iterations
+from tools.trace_analysis import Analysis, Windows, analyze, find_iterations
 from tools.trace_lanes import spans_of
 from tools.trace_names import is_anchor
 from tools.trace_report import across_traces, as_document, as_text
@@ -103,9 +103,7 @@ def analyse_file(path: Path, chosen: list[tuple[int, int]] | None) -> Analysis:
 def _find_in_large(path: Path) -> Windows:
     spans = spans_of(read_trace(path, keep=is_anchor, max_bytes=None))
     if not len(spans.start_us) and not len(spans.marks.group):
-        raise TraceError(
-            f"{path} is above {MAX_BYTES / 1e6:.0f} MB and nothing in it marks iterations: it can't be cut"
-        )
+        raise TraceError(f"{path} is too large to be read whole, and nothing in it marks iterations")
     return find_iterations(spans)
 
 

@@ -1,4 +1,4 @@
-"""What a trace says: its iterations, what ran at the same time in each, and which of them or of the threads stand out."""
+"""What a trace says: its iterations, what ran at the same time in each, which of them and which threads stand out."""
 
 from __future__ import annotations
 
@@ -195,19 +195,20 @@ class Analysis:
         return self.concurrent.us(len(self.windows.start_us))
 
     def concurrent_words(self, iteration: int) -> str:
-        """What ran at the same time in one iteration, for how long; the largest pair of lanes if there are several."""
+        """What was concurrent in one iteration, for how long; the largest pair of lanes if there are several."""
         count = len(self.windows.start_us)
         pairs = [(float(overlap.where.us(count)[iteration]), overlap) for overlap in self.overlaps]
-        pairs = sorted(((us, overlap) for us, overlap in pairs if us > 0), key=lambda pair: -pair[0])
+        pairs = [(us, overlap) for us, overlap in pairs if us > 0]
         if not pairs:
-            return "no two lanes busy at the same time"
-        total = f"{self.concurrent_us[iteration]:.2f} us"
+            return "nothing concurrent"
+        longest_us, longest = max(pairs, key=lambda pair: pair[0])
+        total = f"concurrent for {self.concurrent_us[iteration]:.2f} us"
         if all(overlap.phase for _, overlap in pairs):
             each = " + ".join(f"{overlap.phase} {us:.2f}" for us, overlap in pairs)
-            return f"{' and '.join(pairs[0][1].lanes)} at the same time for {total} ({each})"
-        most = f", most of all {' and '.join(pairs[0][1].lanes)} ({pairs[0][0]:.2f})" if len(pairs) > 1 else ""
-        lanes = "two lanes" if most else " and ".join(pairs[0][1].lanes)
-        return f"{lanes} at the same time for {total}{most}"
+            return f"{' and '.join(longest.lanes)} {total} ({each})"
+        if len(pairs) == 1:
+            return f"{' and '.join(longest.lanes)} {total}"
+        return f"two lanes or more {total}, most of all {' and '.join(longest.lanes)} ({longest_us:.2f})"
 
     @cached_property
     def concurrent(self) -> Intervals:
@@ -244,7 +245,7 @@ def _overlaps(spans: Spans, iteration_of: Ints) -> tuple[Overlap, ...]:
         if set(known) <= set(lanes):
             pair = known
     phases = [phase_of(name) if pair else "" for name in spans.names]
-    phase_names = sorted(set(phases))
+    phase_names = sorted(set(phases), reverse=True)  # dispatch before combine
     phase_of_span = np.array([phase_names.index(phase) for phase in phases], np.int64)[spans.name_of]
     found = []
     for number, phase in enumerate(phase_names):
@@ -266,7 +267,7 @@ def _kernel_stats(spans: Spans, there: Ints) -> tuple[KernelStats, ...]:
     name, thread, duration = name[order], thread[order], duration[order]
     stats = []
     edges = np.concatenate([[0], np.flatnonzero(np.diff(name)) + 1, [len(name)]]) if len(name) else np.zeros(1, int)
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
+    for low, high in pairwise(edges.tolist()):
         us, of = duration[low:high], thread[low:high]
         threads, at = np.unique(of, return_index=True)
         means = np.add.reduceat(us, at) / np.diff(np.append(at, len(us)))
@@ -305,11 +306,12 @@ def alignment(analyses: list[Analysis]) -> tuple[str, float] | None:
     """
     tables = []
     for analysis in analyses:
-        names, table = analysis.spans.names, {}
+        names = analysis.spans.names
+        table: dict[tuple[int, int], float] = {}
         iteration, name = np.divmod(analysis.pieces.group, len(analysis.spans.lanes) * len(names))
         name %= len(names)
         for number, collective in enumerate(COLLECTIVES):
-            at = np.flatnonzero(name == names.index(collective)) if collective in names else []
+            at = np.flatnonzero(name == (names.index(collective) if collective in names else -1))
             table.update(((int(iteration[i]), number), float(analysis.pieces.end_us[i])) for i in at)
         tables.append(table)
     common = sorted(set.intersection(*(set(table) for table in tables)))

@@ -18,7 +18,7 @@ class Intervals(NamedTuple):
 
     def us(self, groups: int) -> Floats:
         """[groups] float64: the length per group."""
-        return np.bincount(self.group, self.end_us - self.start_us, minlength=groups)
+        return np.bincount(self.group, self.end_us - self.start_us, minlength=groups).astype(np.float64)
 
     def of(self, group: int) -> tuple[Floats, Floats]:
         """Starts and ends of one group."""

@@ -8,7 +8,7 @@ from itertools import cycle
 import numpy as np
 
 from tools.trace_analysis import Analysis
-from tools.trace_names import SERIAL, bare_name
+from tools.trace_names import SERIAL
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Look:
 
 # Sends dark, receives light; combine between: what meets in one lane differs in lightness.
 KNOWN = {
-    "ep_dispatch_copy_to_staging": Look("#d3e4f3"),
+    "ep_dispatch_copy_to_staging": Look("#bcd3ea"),
     "dispatch_sync": Look("#f0dfb8", "//"),
     "combine_sync": Look("#f6d3a8", "\\\\"),
     "ep_combine_sync_barrier": Look("#e9c3a0", "xx"),
@@ -45,7 +45,7 @@ KNOWN = {
     "combine_async_recv_copy": Look("#a8d3ea"),
 }
 SERIAL_LOOKS = (
-    Look("#d3e4f3"),
+    Look("#bcd3ea"),
     Look("#f0dfb8", "//"),
     Look("#d5e8cf", "\\\\"),
     Look("#ead3e3", "xx"),
@@ -72,8 +72,7 @@ def looks(analysis: Analysis) -> dict[str, Look]:
         lane_of[spans.names[name]] = lane
     serial, lanes = cycle(SERIAL_LOOKS), iter(LANE_LOOKS)
     chosen = {}
-    for name in sorted(busy, key=lambda name: -busy[name]):
-        known = KNOWN.get(bare_name(name))
-        is_serial = spans.lanes[lane_of[name]] == SERIAL
-        chosen[name] = known or (next(serial) if is_serial else next(lanes, REST))
+    for longest in sorted(busy, key=lambda each: -busy[each]):
+        is_serial = spans.lanes[lane_of[longest]] == SERIAL
+        chosen[longest] = KNOWN.get(longest) or (next(serial) if is_serial else next(lanes, REST))
     return dict(sorted(chosen.items(), key=lambda item: lane_of[item[0]]))

@@ -15,8 +15,8 @@ from matplotlib.patches import Patch
 
 from tools.trace_analysis import Analysis
 from tools.trace_looks import REST, looks
-from tools.trace_panel import EDGE_COLOUR, FONT, Panel, Scale, extent_of
 from tools.trace_names import short_name
+from tools.trace_panel import EDGE_COLOUR, FONT, Panel, Scale, extent_of
 
 WIDTH_IN, DPI = 16.0, 120
 LEFT_IN, RIGHT_IN, HEAD_IN, TITLE_IN, AXIS_IN = 1.5, 0.3, 0.45, 0.36, 0.42

@@ -11,7 +11,7 @@ import numpy as np
 from lib.trace import Floats
 from tools.trace_analysis import Analysis, KernelStats, alignment
 
-NAME_CHARS = 60
+NAME_CHARS, NAMED_OUTLIERS = 60, 20
 NAMED_THREADS = 5  # of one kernel; the rest is counted
 
 
@@ -32,7 +32,8 @@ def as_text(analysis: Analysis, shown: list[int], picture: Path | None) -> str:
 
 def _head(analysis: Analysis) -> str:
     spans = analysis.spans
-    words = [f"{len(spans.start_us)} spans of {len(np.unique(spans.thread_of))} threads in {spans.events} events"]
+    words = [f"iterations found by {analysis.windows.found_by}"]
+    words.append(f"{len(spans.start_us)} spans of {len(np.unique(spans.thread_of))} threads in {spans.events} events")
     if analysis.outside:
         words.append(f"{analysis.outside} spans in no iteration")
     if spans.complaint:
@@ -44,14 +45,13 @@ def _iterations(analysis: Analysis) -> str:
     windows, together = analysis.windows, analysis.concurrent_us
     lines = [
         f"{len(windows.start_us)} iterations",
-        f"found by: {windows.found_by}",
-        f"{'iteration':>9} {'start us':>14} {'end us':>14} {'duration us':>12} {'at the same time us':>20}",
+        f"{'iteration':>9} {'start us':>14} {'end us':>14} {'duration us':>12} {'concurrent us':>14}",
     ]
     for i in analysis.chosen.tolist():
         end = "" if windows.complete[i] else "  its end is not in the trace"
         lines.append(
             f"{i:>9} {windows.start_us[i]:>14.2f} {windows.end_us[i]:>14.2f} {windows.duration_us[i]:>12.2f}"
-            f" {together[i]:>20.2f}{end}"
+            f" {together[i]:>14.2f}{end}"
         )
     return "\n".join(lines)
 
@@ -89,15 +89,17 @@ def _standing_out(analysis: Analysis) -> str:
     outliers = {i: over for i, over in analysis.windows.outliers.items() if i in analysis.chosen}
     lines = [
         f"outlier: iteration {i}, {analysis.windows.duration_us[i]:.2f} us, {over:.2f}x the median"
-        for i, over in outliers.items()
+        for i, over in list(outliers.items())[:NAMED_OUTLIERS]
     ] or ["no outlier iterations"]
+    if len(outliers) > NAMED_OUTLIERS:
+        lines.append(f"outlier: {len(outliers) - NAMED_OUTLIERS} more iterations")
     imbalanced = [line for kernel in analysis.kernels for line in _imbalance(kernel)]
     return "\n".join([*lines, *(imbalanced or ["no imbalanced threads"])])
 
 
 def _imbalance(kernel: KernelStats) -> list[str]:
     lines = [
-        f"imbalanced: thread {thread} in {_told(kernel.name)}, mean {mean:.2f} us, {over:.2f}x the median of {kernel.threads}"
+        f"imbalanced: thread {thread} in {_told(kernel.name)}, mean {mean:.2f} us, {over:.2f}x the median thread"
         for thread, mean, over in kernel.imbalanced[:NAMED_THREADS]
     ]
     more = len(kernel.imbalanced) - NAMED_THREADS

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lib.knobs import Knobs
     from lib.machine import Machine
 
-NO_ADAPTER = "this version has no adapter for it yet"
+NO_ADAPTER = "no adapter in this version"
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 BF16_BYTES, FP8_BYTES, FP4_BYTES = 2, 1, 0.5
 
@@ -44,7 +44,7 @@ class Needs:
 
 
 class PlannedBackend(Backend):
-    """`make(knobs)` lists the variants; the verdict is hardware, then packages, then that the adapter is to come."""
+    """`make(knobs)` lists the variants. The reason says first that no adapter is there, then what else is missing."""
 
     def __init__(self, name: str, family: str, needs: Needs, make: Callable[[Knobs], list[Variant]]) -> None:
         self.name, self.family, self.needs, self.make = name, family, needs, make
@@ -55,11 +55,9 @@ class PlannedBackend(Backend):
     def supports(self, variant: Variant, machine: Machine, problem: Problem, knobs: Knobs) -> Support:
         if reason := variant.option("skipped"):
             return Support("skipped", reason)
-        packages = dict(self.needs.packages)
-        if reason := variant.option("unsupported"):
-            return needs_packages(machine, packages, unsupported(reason))
-        support = needs_packages(machine, packages, self.needs.hardware(machine))
-        return support if not support.ok else unsupported(NO_ADAPTER)
+        hardware = self.needs.hardware(machine).reason or variant.option("unsupported")
+        reason = f"{NO_ADAPTER}; {hardware}" if hardware else NO_ADAPTER
+        return needs_packages(machine, dict(self.needs.packages), unsupported(reason))
 
     def memory_bytes(self, variant: Variant, problem: Problem) -> int:
         copies = problem.tokens * min(problem.topk, problem.world) + problem.tokens

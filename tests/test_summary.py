@@ -33,7 +33,7 @@ def test_one_header_line_tells_machine_shape_and_versions(tmp_path: Path) -> Non
 
 def test_figures_stand_under_their_headings_and_blank_columns_are_left_out(tmp_path: Path) -> None:
     _, heading, line, _ = summary(a_csv(tmp_path, OK))
-    assert heading.split() == ["variant", "status", "p50", "us", "dispatch", "acc", "%", "check"]
+    assert heading.split() == ["variant", "status", "p50", "us", "dispatch", "acc", "loss", "%", "check"]
     assert line.split() == ["torch", "ok", "1234.6", "200.0", "0.40", "ok"]
     assert heading.index("p50 us") + len("p50 us") == line.index("1234.6") + len("1234.6")
     assert heading.index("check") + len("check") == len(line)

@@ -3,7 +3,7 @@
     python tools/analyze_ep_trace.py TRACE... [--out FILE_OR_DIRECTORY] [--iterations 0-2,7] [--json] [--no-picture]
 
 Reads Chrome / Perfetto JSON (.json, .json.gz): MORI's kernel profiler (v1, v1_ll, async_ll, intranode), this suite's
-traces, torch.profiler's. Exit code 2 for wrong usage and for a trace that can't be read; the other traces are analysed.
+traces, torch.profiler's. Exit code 2 for wrong usage and for a trace that can't be read; the other traces are analyzed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     drawn: dict[Path, Path] = {}
     for path in options.traces:
         try:
-            analysis = analyse_file(path, chosen)
+            analysis = analyze_file(path, chosen)
             shown = shown_iterations(analysis)
             analyses.append(analysis)
             if draw is not None:
@@ -77,13 +77,13 @@ def _drawing() -> Drawing:
     return draw
 
 
-def analyse_file(path: Path, chosen: list[tuple[int, int]] | None) -> Analysis:
-    """Read and analyse one trace. Raises TraceError, and ValueError if it has none of the chosen iterations.
+def analyze_file(path: Path, chosen: list[tuple[int, int]] | None, max_bytes: int = MAX_BYTES) -> Analysis:
+    """Read and analyze one trace. Raises TraceError, and ValueError if it has none of the chosen iterations.
 
-    A file above lib.trace.MAX_BYTES is read twice: for the kernels that bound iterations, then for those asked for.
+    A file above max_bytes is read twice: for what bounds iterations, then for the iterations asked for.
     """
     try:
-        trace = read_trace(path)
+        trace = read_trace(path, max_bytes=max_bytes)
         spans = spans_of(trace)
         _expect_spans(trace, len(spans.start_us))
         windows = find_iterations(spans)

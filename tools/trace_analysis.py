@@ -164,7 +164,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Analysis:
-    """One trace, analysed. `pieces` is grouped as tools.trace_lanes.merged says."""
+    """One trace, analyzed. `pieces` is grouped as tools.trace_lanes.merged says."""
 
     spans: Spans
     windows: Windows

@@ -1,4 +1,4 @@
-"""Draws an analysed trace: one subplot an iteration, one row a lane, and what runs at the same time in black below.
+"""Draws an analyzed trace: one subplot an iteration, one row a lane, and what runs at the same time in black below.
 
 From top to bottom of a subplot: the labels of the serial kernels, whose bars go through all lanes; the lanes; the true
 intersection of the lanes, which is also shaded across them.

@@ -1,4 +1,4 @@
-"""An analysed trace in words and as JSON. Times are microseconds, by the trace's own clock unless said otherwise."""
+"""An analyzed trace in words and as JSON. Times are microseconds, by the trace's own clock unless said otherwise."""
 
 from __future__ import annotations
 

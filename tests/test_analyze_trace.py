@@ -1,0 +1,588 @@
+"""tools/analyze_ep_trace.py: iterations, concurrency, statistics, text, JSON, picture, and what breaks other analyzers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lib.trace import TraceTooLarge, read_trace
+from tests.trace_files import (
+    CONCURRENT_US,
+    DURATION_US,
+    PERIOD_US,
+    Event,
+    by_time,
+    complete,
+    span,
+    v1_events,
+    write,
+)
+from tools.analyze_ep_trace import analyze_file, main, shown_iterations
+from tools.trace_analysis import Analysis, alignment, analyze, find_iterations
+from tools.trace_intervals import Intervals, intersection, union
+from tools.trace_lanes import MAX_LANES, spans_of
+from tools.trace_panel import PAD_PX, Scale, place_labels
+
+ROOT = Path(__file__).resolve().parent.parent
+GOLDEN = ROOT.parent / "shared" / "golden" / "traces"
+needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden traces are not beside this checkout")
+
+
+def analyzed(directory: Path, events: list[Any], **more: Any) -> Analysis:
+    return analyze_file(write(directory / "trace.json", events, **more), None)
+
+
+def windows(analysis: Analysis) -> list[tuple[float, float]]:
+    found = analysis.windows
+    return list(zip(found.start_us.round(2).tolist(), found.end_us.round(2).tolist(), strict=True))
+
+
+def lanes(analysis: Analysis, iteration: int = 0) -> dict[str, str]:
+    return {bar.name: analysis.spans.lanes[bar.lane] for bar in analysis.bars(iteration)}
+
+
+def v1_windows(iterations: int) -> list[tuple[float, float]]:
+    return [(PERIOD_US * i, PERIOD_US * i + DURATION_US) for i in range(iterations)]
+
+
+# --- golden traces ---------------------------------------------------------------------------------------------------
+
+
+@needs_golden
+def test_the_golden_v1_trace_gives_the_expected_iterations_spans_and_means() -> None:
+    analysis = analyze_file(GOLDEN / "trace_rank_0_v1.json", None)
+    assert analysis.spans.variant == "v1"
+    assert windows(analysis) == [(0.0, 348.98), (380.01, 728.74), (760.03, 1108.94)]
+    assert analysis.windows.duration_us.round(2).tolist() == [348.98, 348.73, 348.91]
+    expected = """ep_dispatch_copy_to_staging 0.00 9.89; dispatch_inter_node_send 12.04 41.98; dispatch_intra 13.06 89.76;
+        dispatch_inter_node_recv 41.04 161.98; dispatch_sync 89.06 171.98; combine_sync 175.04 186.98;
+        ep_combine_sync_barrier 186.04 191.98; combine_inter_node 200.04 331.98; combine_intra_node 200.06 271.76;
+        ep_combine_all 340.04 348.98"""
+    got = [f"{bar.name} {bar.start_us[0]:.2f} {bar.end_us[-1]:.2f}" for bar in analysis.bars(0)]
+    assert got == [each.strip() for each in expected.split(";")]
+    assert all(len(bar.start_us) == 1 for bar in analysis.bars(0))
+    means = {k.name: (round(k.mean_us), k.calls) for k in analysis.kernels}
+    assert means == {
+        "combine_inter_node": (130, 48),
+        "dispatch_inter_node_recv": (119, 48),
+        "dispatch_intra": (75, 48),
+        "combine_intra_node": (70, 48),
+        "dispatch_sync": (45, 96),
+        "dispatch_inter_node_send": (28, 48),
+        "combine_sync": (10, 96),
+        "ep_dispatch_copy_to_staging": (8, 96),
+        "ep_combine_all": (7, 96),
+        "ep_combine_sync_barrier": (4, 96),
+    }
+    sync = next(k for k in analysis.kernels if k.name == "dispatch_sync")
+    assert (round(sync.min_us), round(sync.max_us)) == (9, 81)
+
+
+@needs_golden
+def test_the_golden_v1_ll_and_intranode_traces_give_the_expected_iterations() -> None:
+    low_latency = analyze_file(GOLDEN / "trace_rank_0_v1ll.json", None)
+    assert low_latency.spans.variant == "v1_ll"
+    assert len(low_latency.windows.start_us) == 3
+    assert low_latency.windows.end_us[-1].round(2) == 1108.89
+    intranode = analyze_file(GOLDEN / "trace_intranode_rank0.json", None)
+    assert intranode.spans.variant == "intranode"
+    assert windows(intranode) == [(0.0, 31.5), (100.0, 131.5)]
+
+
+# --- iterations ------------------------------------------------------------------------------------------------------
+
+
+def test_a_v1_trace_has_its_iterations_lanes_and_true_concurrency(tmp_path: Path) -> None:
+    analysis = analyzed(tmp_path, v1_events(3))
+    assert windows(analysis) == v1_windows(3)
+    assert lanes(analysis) == {
+        "ep_dispatch_copy_to_staging": "serial",
+        "dispatch_inter_node_send": "internode",
+        "dispatch_inter_node_recv": "internode",
+        "dispatch_intra": "intranode",
+        "dispatch_sync": "serial",
+        "combine_sync": "serial",
+        "ep_combine_sync_barrier": "serial",
+        "combine_inter_node": "internode",
+        "combine_intra_node": "intranode",
+        "ep_combine_all": "serial",
+    }
+    by_phase = {overlap.phase: overlap.where.us(3).tolist() for overlap in analysis.overlaps}
+    assert by_phase == {phase: [us] * 3 for phase, us in CONCURRENT_US.items()}
+    assert analysis.concurrent_us.tolist() == [sum(CONCURRENT_US.values())] * 3
+
+
+def test_concurrency_counts_the_intersection_and_not_the_hull(tmp_path: Path) -> None:
+    gap = [
+        *span("ep_dispatch_copy_to_staging", 0, 0, 1),
+        *span("dispatch_inter_node_send", 0, 2, 10),
+        *span("dispatch_inter_node_recv", 0, 50, 60),
+        *span("dispatch_intra", 1, 8, 55),
+        *span("ep_combine_all", 0, 70, 71),
+    ]
+    analysis = analyzed(tmp_path, gap)
+    assert analysis.concurrent_us.tolist() == [2 + 5]
+    assert analysis.concurrent.of(0)[0].tolist() == [8, 50]
+
+
+def test_split_groups_of_staging_warps_stay_one_iteration(tmp_path: Path) -> None:
+    late = [event for i in range(3) for event in span("ep_dispatch_copy_to_staging", 9, 380 * i + 30, 380 * i + 35)]
+    assert windows(analyzed(tmp_path, by_time([*v1_events(3), *late]))) == v1_windows(3)
+
+
+def test_module_prefixes_do_not_hide_a_kernel(tmp_path: Path) -> None:
+    events = [{**event, "name": f"internode_v1.{event['name']}"} for event in v1_events(2)]
+    analysis = analyzed(tmp_path, events)
+    assert windows(analysis) == v1_windows(2)
+    assert "dispatch_intra" in lanes(analysis)
+
+
+def test_metadata_missing_threads_orphans_and_complete_events_change_nothing(tmp_path: Path) -> None:
+    plain = v1_events(2)
+    as_x = [
+        {"ph": "X", "name": b["name"], "ts": b["ts"], "dur": e["ts"] - b["ts"], "tid": b["tid"]}
+        for b, e in ((b, e) for b in plain if b["ph"] == "B" for e in [_end_of(b, plain)])
+    ]
+    metadata = [
+        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}},
+        {"ph": "C", "name": "c", "ts": 1},
+    ]
+    orphans = [span("dispatch_intra", 77, 500, 501)[0], span("dispatch_sync", 78, 20, 21)[1]]
+    threadless = span("dispatch_intra", None, 20, 60)
+    for events in (as_x, [*metadata, *plain], by_time([*plain, *orphans]), by_time([*plain, *threadless])):
+        analysis = analyzed(tmp_path, events)
+        assert windows(analysis) == v1_windows(2)
+        assert analysis.concurrent_us.tolist() == [sum(CONCURRENT_US.values())] * 2
+
+
+def _end_of(begin: Event, events: list[Event]) -> Event:
+    same = (e for e in events if e["ph"] == "E" and (e["name"], e["tid"]) == (begin["name"], begin["tid"]))
+    return next(e for e in same if e["ts"] >= begin["ts"])
+
+
+def test_an_iteration_cut_off_by_the_end_of_the_trace_says_so(tmp_path: Path) -> None:
+    analysis = analyzed(tmp_path, [event for event in v1_events(3) if event["ts"] < 2 * PERIOD_US + 100])
+    assert analysis.windows.complete.tolist() == [True, True, False]
+    assert analysis.windows.outliers == {}
+
+
+def test_spans_before_the_first_iteration_are_counted_outside(tmp_path: Path) -> None:
+    events = [{**event, "ts": event["ts"] + 100} for event in v1_events(1)]
+    assert analyzed(tmp_path, [*span("ep_combine_all", 0, 3, 9), *events]).outside == 1
+
+
+def test_async_ll_has_lanes_for_transfers_and_copies(tmp_path: Path) -> None:
+    events = []
+    for origin in (0, 100):
+        steps = "dispatch_async_slot_assign dispatch_async_send_transfer dispatch_async_recv_copy".split()
+        steps += "combine_async_send_copy combine_async_recv_transfer combine_async_recv_copy".split()
+        for place, name in enumerate(steps):
+            events += span(name, place, origin + 10 * place, origin + 10 * place + 12)
+    analysis = analyzed(tmp_path, by_time(events))
+    assert analysis.spans.variant == "async_ll"
+    assert windows(analysis) == [(0, 62), (100, 162)]
+    assert {overlap.phase: overlap.where.us(2).tolist() for overlap in analysis.overlaps} == {
+        "dispatch": [4, 4],
+        "combine": [4, 4],
+    }
+
+
+def test_intranode_steps_repeated_per_token_stay_one_iteration(tmp_path: Path) -> None:
+    events = []
+    for origin in (0, 100):
+        events += span("combine_stage_input", 0, origin, origin + 5) + span(
+            "combine_barrier", 0, origin + 5, origin + 6
+        )
+        for token in range(4):
+            at = origin + 6 + 4 * token
+            events += span("combine_accum_setup", 0, at, at + 1) + span("combine_dequant_accum", 0, at + 1, at + 4)
+    analysis = analyzed(tmp_path, events)
+    assert windows(analysis) == [(0, 22), (100, 122)]
+    assert lanes(analysis)["combine_dequant_accum"] == "comb_dequant_accum"
+
+
+@pytest.mark.parametrize("mark", ["span", "begin_end", "instant"])
+def test_our_own_traces_are_cut_at_their_iteration_marks(tmp_path: Path, mark: str) -> None:
+    events: list[Event] = []
+    for i in range(3):
+        origin = 200.0 * i
+        if mark == "span":
+            events.append(complete(f"iteration {i}", 0, origin, 150, cat="iteration"))
+        elif mark == "begin_end":
+            events += span(f"iteration {i}", 0, origin, origin + 150)
+        else:
+            events.append({"ph": "i", "name": f"iteration {i}", "ts": origin, "pid": 0, "tid": 0})
+        events += [
+            complete("dispatch", 0, origin, 50, cat="phase"),
+            complete("combine", 0, origin + 60, 90, cat="phase"),
+            complete("void deep::intranode::dispatch<8>(int*)", 7, origin + 2, 40),
+            complete("gemm", 8, origin + 30, 40),
+        ]
+    analysis = analyzed(tmp_path, by_time(events))
+    assert analysis.spans.variant == "phases"
+    assert windows(analysis) == [(0, 150), (200, 350), (400, 550)]
+    assert lanes(analysis) == {
+        "dispatch": "serial",
+        "combine": "serial",
+        "void deep::intranode::dispatch<8>(int*)": "intranode",
+        "gemm": "stream 8",
+    }
+    assert analysis.concurrent_us.tolist() == [12, 12, 12]
+
+
+def test_a_gpu_trace_of_torch_drops_the_host_and_puts_each_stream_in_a_lane(tmp_path: Path) -> None:
+    events: list[Event] = []
+    for i in range(2):
+        origin = 1e6 + 1000.0 * i
+        events += [
+            complete(f"ProfilerStep#{i}", 99, origin - 400, 700, cat="user_annotation", pid=4321),
+            complete(f"ProfilerStep#{i}", 7, origin, 500, cat="gpu_user_annotation"),
+            complete(f"ProfilerStep#{i}", 20, origin + 50, 480, cat="gpu_user_annotation"),
+            complete("aten::mm", 99, origin - 300, 30, cat="cpu_op", pid=4321),
+            complete("cudaLaunchKernel", 99, origin - 290, 10, cat="cuda_runtime", pid=4321),
+            complete("gemm", 7, origin, 300),
+            complete("nccl", 20, origin + 200, 300),
+            complete("Memcpy DtoD", 7, origin + 310, 20, cat="gpu_memcpy"),
+        ]
+    analysis = analyzed(tmp_path, events, schemaVersion=1, deviceProperties=[{"id": 0}])
+    assert analysis.spans.variant == "torch"
+    assert windows(analysis) == [(1e6, 1e6 + 530), (1e6 + 1000, 1e6 + 1530)]
+    assert lanes(analysis) == {"gemm": "stream 7", "nccl": "stream 20", "Memcpy DtoD": "stream 7"}
+    assert analysis.concurrent_us.tolist() == [120, 120]
+
+
+def test_a_real_trace_of_torch_profiler_is_read(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+    path = tmp_path / "torch.json"
+    x = torch.ones(64, 64)
+    ready = lambda profiler: profiler.export_chrome_trace(str(path))  # noqa: E731
+    with profile(
+        activities=[ProfilerActivity.CPU], schedule=schedule(wait=0, warmup=1, active=3), on_trace_ready=ready
+    ) as profiler:
+        for _ in range(4):
+            with record_function("dispatch"):
+                y = x @ x
+            with record_function("combine"):
+                y.sum()
+            profiler.step()
+    analysis = analyze_file(path, None)
+    assert len(analysis.windows.start_us) == 3
+    for iteration in range(3):
+        there = lanes(analysis, iteration)
+        assert there["dispatch"] == there["combine"] == "serial"
+        assert there["aten::matmul"].startswith("thread ")
+        assert "aten::mm" not in there  # inside aten::matmul
+
+
+def test_a_trace_without_marks_is_cut_at_idle_gaps_if_the_stretches_are_alike(tmp_path: Path) -> None:
+    alike, unlike = [], []
+    for i in range(5):
+        origin = 100 * i
+        alike += [complete("a", 0, origin, 10, cat=""), complete("b", 0, origin + 11, 20, cat="")]
+        unlike += [complete(f"a{i}", 0, origin, 10, cat=""), complete("b", 0, origin + 11, 20, cat="")]
+    assert windows(analyzed(tmp_path, alike)) == [(100 * i, 100 * i + 31) for i in range(5)]
+    assert windows(analyzed(tmp_path, unlike)) == [(0, 431)]
+
+
+def test_a_trace_of_one_span_is_one_iteration(tmp_path: Path) -> None:
+    assert windows(analyzed(tmp_path, span("something", 0, 5, 5))) == [(5, 5)]
+
+
+def test_unknown_kernels_get_lanes_of_their_own_and_too_many_share_one(tmp_path: Path) -> None:
+    unknown = [event for i in range(40) for event in span(f"Unknown_Slot_{i}", 1, 20 + i, 21 + i)]
+    analysis = analyzed(tmp_path, by_time([*v1_events(1), *span("combine_new_step", 0, 192, 198), *unknown]))
+    assert lanes(analysis)["combine_new_step"] == "combine_new_step"
+    assert lanes(analysis)["Unknown_Slot_39"] == "other"
+    assert len(analysis.spans.lanes) <= MAX_LANES
+    assert analysis.concurrent_us.tolist() == [sum(CONCURRENT_US.values())]
+
+
+# --- what stands out -------------------------------------------------------------------------------------------------
+
+
+def test_a_slow_iteration_is_named_and_equal_ones_are_not(tmp_path: Path) -> None:
+    assert analyzed(tmp_path, v1_events(8, slow={5: 1.5})).windows.outliers == {5: pytest.approx(1.5)}
+    assert analyzed(tmp_path, v1_events(8)).windows.outliers == {}
+
+
+def test_a_slow_thread_is_named_and_two_roles_are_not(tmp_path: Path) -> None:
+    slow = [event for event in v1_events(2, warps=12) if (event["name"], event["tid"]) != ("combine_inter_node", 3)]
+    for origin in (0, PERIOD_US):
+        slow += span("combine_inter_node", 3, origin + 200, origin + 200 + 260)
+    named = {k.name: k.imbalanced for k in analyzed(tmp_path, by_time(slow)).kernels if k.imbalanced}
+    assert named == {"combine_inter_node": (("3", 260, 2.0),)}
+    # half of the threads wait 10 us in dispatch_sync, the other half 82 us
+    assert all(not k.imbalanced for k in analyzed(tmp_path, v1_events(2, warps=12)).kernels)
+
+
+def test_ranks_are_lined_up_on_a_collective_and_the_residual_is_told(tmp_path: Path) -> None:
+    events = v1_events(2)
+    moved = [{**e, "ts": e["ts"] + (3 if e["ts"] >= PERIOD_US + 174 else 0) + 1000} for e in events]
+    one = analyze_file(write(tmp_path / "a.json", events), None)
+    other = analyze_file(write(tmp_path / "b.json", moved), None)
+    assert alignment([one, one]) == ("dispatch_sync", 0)
+    assert alignment([one, other]) == ("dispatch_sync", 3)
+    assert alignment([one, analyze_file(write(tmp_path / "c.json", span("a", 0, 0, 1)), None)]) is None
+
+
+# --- intervals against a plain recount -------------------------------------------------------------------------------
+
+
+def test_unions_and_intersections_agree_with_counting_every_microsecond() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(30):
+        pairs = []
+        for _ in range(2):
+            n = int(random.integers(0, 40))
+            start = random.integers(0, 60, n).astype(float)
+            pairs.append((random.integers(0, 3, n), start, start + random.integers(0, 9, n)))
+        unions = [union(*pair) for pair in pairs]
+        both = intersection(*unions)
+        for group in range(3):
+            marked = [_microseconds(pair, group) for pair in pairs]
+            for made, expected in zip([*unions, both], [*marked, marked[0] & marked[1]], strict=True):
+                assert made.us(3)[group] == len(expected)
+                assert _microseconds(made, group) == expected
+
+
+def _microseconds(intervals: Any, group: int) -> set[int]:
+    rows = zip(*intervals, strict=True)
+    return {us for of, start, end in rows if of == group for us in range(int(start), int(end))}
+
+
+def test_a_union_of_nothing_is_nothing() -> None:
+    none = union(np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
+    assert intersection(none, Intervals(np.array([0]), np.array([1.0]), np.array([2.0]))).us(1).tolist() == [0]
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "analyze_ep_trace.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
+
+
+def test_the_command_runs_from_anywhere_and_puts_the_picture_beside_the_trace(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace_rank_0.json", v1_events(3))
+    answer = run(path)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    lines = answer.stdout.splitlines()
+    at = lines.index("3 iterations")
+    numbers = [[float(word) for word in line.split()] for line in lines[at + 2 : at + 5]]
+    together = sum(CONCURRENT_US.values())
+    assert numbers == [[i, start, end, DURATION_US, together] for i, (start, end) in enumerate(v1_windows(3))]
+    assert "no outlier iterations" in lines
+    assert (tmp_path / "trace_rank_0.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_text_names_outliers_imbalanced_threads_and_what_was_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = [
+        event
+        for event in v1_events(8, warps=12, slow={5: 1.5})
+        if (event["name"], event["tid"]) != ("dispatch_intra", 4)
+    ]
+    events += [event for i in range(5) for event in span("dispatch_intra", 4, 380 * i + 13, 380 * i + 167)]
+    path = write(tmp_path / "trace.json", by_time([*events, span("dispatch_sync", 50, 5, 6)[0]]))
+    assert main([str(path), "--no-picture"]) == 0
+    said = capsys.readouterr().out
+    assert "outlier: iteration 5, 523.50 us, 1.50x the median" in said
+    assert "imbalanced: thread 4 in dispatch_intra, mean 154.00 us" in said
+    assert "left out: 1 B without E" in said
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_json_holds_what_the_text_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [write(tmp_path / f"trace_rank_{rank}.json", v1_events(2)) for rank in range(2)]
+    assert main([*map(str, paths), "--json", "--no-picture"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["alignment"] == {"on": "dispatch_sync", "residual_us": 0}
+    assert [trace["trace"] for trace in document["traces"]] == [str(path) for path in paths]
+    first = document["traces"][0]
+    assert (first["variant"], first["num_iterations"], first["threads"]) == ("v1", 2, 4)
+    iteration = first["iterations"][1]
+    assert (iteration["start_us"], iteration["end_us"], iteration["duration_us"]) == (380, 729, 349)
+    told = {each["phase"]: (each["lanes"], each["us"], each["intervals_us"]) for each in iteration["concurrent"]}
+    assert told["dispatch"] == (["internode", "intranode"], 77, [[13, 90]])
+    sync = next(kernel for kernel in first["kernels"] if kernel["kernel"] == "dispatch_sync")
+    assert (sync["mean_us"], sync["min_us"], sync["max_us"], sync["calls"]) == (46, 10, 82, 8)
+    assert iteration["kernels"][0] == {
+        "kernel": "ep_dispatch_copy_to_staging",
+        "lane": "serial",
+        "start_us": 0,
+        "end_us": 10,
+        "busy_us": 10,
+        "pieces": 1,
+    }
+
+
+def test_several_traces_get_a_picture_each_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [write(tmp_path / f"trace_rank_{rank}.json", v1_events(2)) for rank in range(2)]
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    assert main([*map(str, paths), "--out", str(pictures)]) == 0
+    assert sorted(path.name for path in pictures.iterdir()) == ["trace_rank_0.png", "trace_rank_1.png"]
+    assert "lined up on the end of dispatch_sync" in capsys.readouterr().out
+
+
+def test_one_unreadable_trace_does_not_cost_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = write(tmp_path / "good.json", v1_events(1))
+    (tmp_path / "empty.json").write_text("")
+    assert main([str(tmp_path / "empty.json"), str(good), "--no-picture"]) == 2
+    said = capsys.readouterr()
+    assert said.err == f"analyze_ep_trace: {tmp_path / 'empty.json'} is empty\n"
+    assert "1 iterations" in said.out
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "is empty"),
+        ('{"traceEvents": [', "ends too early"),
+        ('{"traceEvents": []}', "holds no events"),
+        ('{"traceEvents": [{"ph": "M", "name": "process_name"}]}', "1 events but no spans of time"),
+        ('{"traceEvents": [{"ph": "E", "name": "a", "ts": 1}]}', "no spans of time (1 E without B)"),
+    ],
+)
+def test_an_unreadable_trace_is_a_sentence_and_exit_code_2(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    answer = run(path)
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert told in answer.stderr
+    assert len(answer.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--out", "picture.jpg"], "ends in .png or .svg"),
+        (["--out", "{tmp}/absent/a.png"], "there is no directory"),
+        (["--iterations", "a-b"], "write e.g. 0-2,7"),
+        (["--iterations", "3-1"], "write e.g. 0-2,7"),
+        (["--iterations", "5"], "has iterations 0-1"),
+        (["{tmp}/trace.json", "--out", "{tmp}/a.png"], "give a directory"),
+        (["{tmp}/trace.json"], "two of the traces"),
+    ],
+)
+def test_wrong_usage_is_a_sentence_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    path = write(tmp_path / "trace.json", v1_events(2))
+    assert main([str(path), *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments)]) == 2
+    said = capsys.readouterr()
+    assert told in said.err
+    assert len(said.err.splitlines()) == 1
+
+
+def test_a_picture_that_cannot_be_written_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "trace.json", v1_events(1))
+    (tmp_path / "taken.png").mkdir()
+    (tmp_path / "trace.png").mkdir()
+    assert main([str(path)]) == 2
+    said = capsys.readouterr()
+    assert "can't be written" in said.err
+    assert "1 iterations" in said.out
+
+
+def test_without_matplotlib_the_remedy_is_named_and_text_still_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tools.trace_plot", None)
+    path = write(tmp_path / "trace.json", v1_events(1))
+    assert main([str(path)]) == 2
+    assert "pip install matplotlib, or use --no-picture" in capsys.readouterr().err
+    assert main([str(path), "--no-picture"]) == 0
+
+
+def test_a_large_file_points_to_iterations_and_is_then_read_in_part(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.json", v1_events(9, slow={4: 1.5}))
+    with pytest.raises(TraceTooLarge, match="--iterations 0-2"):
+        analyze_file(path, None, max_bytes=10_000)
+    part, whole = analyze_file(path, [(3, 4), (7, 7)], max_bytes=10_000), analyze_file(path, [(3, 4), (7, 7)])
+    assert windows(part) == windows(whole)
+    assert part.chosen.tolist() == [3, 4, 7]
+    for iteration in (3, 4, 7):
+        assert [(b.name, b.busy_us) for b in part.bars(iteration)] == [
+            (b.name, b.busy_us) for b in whole.bars(iteration)
+        ]
+        assert part.concurrent_us[iteration] == whole.concurrent_us[iteration]
+    assert part.kernels == whole.kernels
+    assert part.spans.complaint == ""
+
+
+# --- the picture -----------------------------------------------------------------------------------------------------
+
+
+def test_the_picture_says_what_is_concurrent_and_for_how_long(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.json", v1_events(2))
+    from matplotlib import rcParams
+
+    old, rcParams["svg.fonttype"] = rcParams["svg.fonttype"], "none"  # text as text
+    try:
+        assert main([str(path), "--out", str(tmp_path / "picture.svg")]) == 0
+    finally:
+        rcParams["svg.fonttype"] = old
+    texts = [
+        "".join(each.itertext()).strip()
+        for each in ElementTree.parse(tmp_path / "picture.svg").iter()
+        if each.tag.endswith("text")
+    ]
+    for told in ("internode", "intranode", "serial", "concurrent", "disp_recv", "us since the start of the iteration"):
+        assert told in texts, told
+    assert texts.count("77.0 us") >= 2  # the shaded intersection of dispatch, in both iterations
+    assert any(
+        text.startswith("iteration 1: 349.00 us, internode and intranode concurrent for 147.00 us") for text in texts
+    )
+
+
+def test_many_iterations_draw_the_first_and_the_slowest(tmp_path: Path) -> None:
+    analysis = analyzed(tmp_path, v1_events(30, slow={20: 1.4, 11: 1.3, 27: 1.2}))
+    assert shown_iterations(analysis) == [0, 1, 2, 11, 20, 27]
+    few = analyze(analysis.spans, find_iterations(analysis.spans), np.arange(4))
+    assert shown_iterations(few) == [0, 1, 2, 3]
+
+
+def test_labels_of_serial_kernels_never_touch_each_other() -> None:
+    scale = Scale(extent_us=350.0, width_px=1700, dpi=120)
+    random = np.random.default_rng(1)
+    for count in (3, 10, 24):
+        wanted = [(f"combine_sync {i}.0", float(at)) for i, at in enumerate(random.uniform(0, 350, count))]
+        labels = place_labels(wanted, scale)
+        assert labels
+        for line in range(4):
+            there = sorted(
+                (l.text_us - scale.text_us(l.text) / 2, l.text_us + scale.text_us(l.text) / 2)
+                for l in labels
+                if l.line == line
+            )  # noqa: E741
+            assert all(left[1] <= right[0] + 1e-9 for left, right in zip(there, there[1:], strict=False))
+            assert all(left >= -1e-9 and right <= 350 + 1e-9 for left, right in there)
+    assert PAD_PX > 0
+
+
+def test_a_crowded_trace_is_drawn(tmp_path: Path) -> None:
+    random = np.random.default_rng(2)
+    events = [complete("iteration 0", 0, 0, 1000, cat="mark"), complete("dispatch.send", 0, 3, 5, cat="phase")]
+    for stream in range(20):
+        events += [complete(f"k{i % 13}", stream, float(random.uniform(0, 990)), 0.4) for i in range(200)]
+    path = write(tmp_path / "trace.json", events)
+    assert main([str(path), "--out", str(tmp_path / "a.png")]) == 0
+
+
+def test_lanes_of_a_trace_without_spans_are_empty(tmp_path: Path) -> None:
+    spans = spans_of(read_trace(write(tmp_path / "trace.json", [{"ph": "M", "name": "x"}])))
+    assert spans.lanes == ["serial"]
+    assert len(spans.start_us) == 0

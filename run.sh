@@ -96,12 +96,16 @@ open_output() {
 
 run_sections() {
   local section
-  export OUT_DIR MOE_EP_PREFIX=$PREFIX
+  export OUT_DIR MOE_EP_PREFIX=$PREFIX MOE_EP_SHELL_PID=$$
   STATUSES=()
   catch_signals
   for section in "${SECTIONS[@]}"; do
     run_section "$section" "${PYTHON_OF[$section]}"
+    if [[ -n $INTERRUPTED && -n $STAMP && ! -e $OUT_DIR/${PREFIX}_${STAMP}_$section.csv ]]; then
+      run_section "$section" "${PYTHON_OF[$section]}"  # the signal came before it could write: its rows are due
+    fi
     STATUSES+=("$REPLY")
+    [[ $REPLY != "$EXIT_LOCKED" ]] || break  # another run is at work on these files: do not measure beside it
   done
 }
 

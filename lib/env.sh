@@ -7,9 +7,15 @@ set -euo pipefail
 export LC_ALL=C        # a comma as decimal point breaks printf, sort and CSV
 unset CDPATH           # makes `cd` print
 unset PYTHONSAFEPATH   # would hide the repository from `python -m bench.ref`
-unset MOE_EP_STAMP MOE_EP_FOLLOWER MOE_EP_BARE MOE_EP_INTERRUPTED  # words to the sections, ours alone
+unset MOE_EP_STAMP MOE_EP_FOLLOWER MOE_EP_BARE MOE_EP_INTERRUPTED MOE_EP_SHELL_PID  # words to the sections, ours alone
 
 readonly EXIT_USAGE=2 EXIT_SET_UP=4 EXIT_LOCKED=75 EXIT_INTERRUPTED=130
+
+# A closed stdout or stderr would be handed to the next file that is opened; a reader that went away ends no measurement.
+[[ -e /dev/fd/1 ]] || exec >/dev/null
+[[ -e /dev/fd/2 ]] || exec 2>/dev/null
+trap '' PIPE
+trap 'exit "$EXIT_INTERRUPTED"' INT TERM  # until sections run: catch_signals
 
 CALLER_DIR=$PWD  # where the user stands: relative knobs start there
 ROOT=$(dirname -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")")
@@ -20,7 +26,7 @@ cd -- "$ROOT"
 # --- messages: talk goes to stderr, results to stdout -----------------------------------------------------------------
 
 say() {
-  printf '%s\n' "$*" >&2
+  printf '%s\n' "$*" >&2 2>/dev/null || true
 }
 
 # die STATUS SENTENCE
@@ -245,7 +251,7 @@ prepare_output_dir() {
     rm -- "$test_file"
     return
   fi
-  rm -f -- "$test_file"
+  rm -f -- "$test_file" 2>/dev/null || true
   [[ ! -e $OUT_DIR || -d $OUT_DIR ]] || trouble='Not a directory'
   die "$EXIT_USAGE" "OUT_DIR=$OUT_DIR: cannot be written (${trouble##*: }); give another one"
 }

@@ -19,10 +19,10 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 POLL_S = 0.05
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to KILL this process when the parent *thread* ends; leave now if the parent is gone already."""
+def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Ask the kernel to signal this process when the parent *thread* ends; leave now if the parent is gone already."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+    if libc.prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
         os._exit(1)

@@ -28,6 +28,7 @@ STAMP = r"[0-9]{8}T[0-9]{6}Z(-[0-9]+)?"
 INT32_MAX = 2**31 - 1
 HIDDEN_MULTIPLE = 16  # a bf16 row of 16 elements is 32 bytes, the widest aligned load; libraries ask for more
 DID_YOU_MEAN_CUTOFF = 0.6
+MOST_SECONDS = 10_000_000  # 116 days; process groups count milliseconds in 32 bits beyond twice that
 SHOWN_CHARACTERS = 80
 OBJECT_EXAMPLE = 'give an object like {"flag_batch": 4}, or auto, or leave it unset'
 
@@ -36,6 +37,11 @@ def shown(text: str) -> str:
     """The text of a knob of ours as a message may carry it: one line, printable, not endless."""
     plain = text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
     return plain if len(plain) <= SHOWN_CHARACTERS else plain[: SHOWN_CHARACTERS - 3] + "..."
+
+
+def plain(error: OSError | RecursionError) -> str:
+    """What went wrong, without the path or the depth that Python puts behind it."""
+    return str(error.strerror) if isinstance(error, OSError) else "nested too deep"
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -102,8 +108,8 @@ def seconds(text: str, base: Path) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError("must be a number of seconds greater than 0")
+    if not (math.isfinite(value) and 0 < value <= MOST_SECONDS):
+        raise ValueError(f"must be a number of seconds greater than 0, at most {MOST_SECONDS}")
     return value
 
 

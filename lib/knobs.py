@@ -303,9 +303,10 @@ def _read(env: Mapping[str, str], facts: MachineFacts) -> _Reading:
         text, default = env.get(knob.name, "").strip(), knob.default_value(facts)
         try:
             value = knob.parse(text, base) if text else default
-        except ValueError as error:
+        except (ValueError, OSError, RecursionError) as error:  # a path too long, JSON too deep
             value = default
-            reading.errors[knob.field_name] = f"{knob.name}={parse.shown(text)}: {error}"
+            why = error if isinstance(error, ValueError) else f"cannot be used ({parse.plain(error)})"
+            reading.errors[knob.field_name] = f"{knob.name}={parse.shown(text)}: {why}"
         reading.values[knob.field_name] = value
         if value != default:
             reading.changed.add(knob.name)

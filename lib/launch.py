@@ -273,7 +273,7 @@ class WorkerGroup:
     def _timeout(self) -> Failure:
         heard = [f"rank {number} in {rank.phase}" for number, rank in sorted(self.ranks.items())]
         phases = ", ".join(heard) or "no rank heard of"
-        stacks = f"{phases}; stacks of all ranks are in the log"
+        stacks = f"{phases}; {'stacks of all ranks are in the log' if heard else 'see the log'}"
         if self.clock == TEARDOWN:
             return Failure("teardown", f"closing took more than {TEARDOWN_S:g} s after the row was saved: {stacks}")
         knob = "SETUP_TIMEOUT_S" if self.clock == SETUP else "TIMEOUT_S"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from typing import Any
 
@@ -20,8 +22,19 @@ except ImportError:  # other people's containers need not have it
 
 
 def say(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    """Talk never decides what becomes of a run: a stderr that is closed, full or gone is gone."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+
+def show(lines: list[str]) -> None:
+    """Results, on stdout; `| head` may have seen enough, and a closed or full stdout is no reason to fail."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stdout.write("\n".join(lines) + "\n")
+        sys.stdout.flush()
+        return
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 - else the interpreter tries once more as it ends
 
 
 class Lines:
@@ -71,6 +84,6 @@ class Bar:
 
 def make_progress(section: str, total: int, done: int) -> Lines | Bar:
     """`done`: cases that a resumed run has already."""
-    if Console is not None and sys.stderr.isatty():
+    if Console is not None and sys.stderr is not None and sys.stderr.isatty():
         return Bar(section, total, done)
     return Lines(section, total, done)

@@ -25,6 +25,7 @@ MAX_GROUPS = 4  # DeepEP's tests let a token reach at most four nodes
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{0,9})?|\.[0-9]{1,9}")  # nine digits: mask resolves 2**-32, no finer
 _RANK = re.compile(r"[0-9]{1,9}")
 _NPY_MAGIC = b"\x93NUMPY"
+SHOWN_CHARACTERS = 80  # of what a person gave, in a message
 _NPY_ITEM = {"<i4": ("i", 4), "<i8": ("q", 8)}  # dtype -> array type code, bytes
 _NPY_HEADER_MAX = 65536
 
@@ -89,6 +90,8 @@ def check_routing_file(path: str, world: int, tokens: int, num_experts: int, top
     It must hold int32 or int64, C order, [world, at least `tokens`, topk]; of each rank the first `tokens` rows are
     checked, which are those used: ids in -1..num_experts-1, distinct within a row but for -1.
     """
+    if Path(path).exists() and not Path(path).is_file():
+        return f"{path} is not a regular file"
     try:
         with Path(path).open("rb") as file:
             dtype, fortran, shape = _read_npy_header(file)
@@ -100,7 +103,7 @@ def check_routing_file(path: str, world: int, tokens: int, num_experts: int, top
             return _check_ids(file, path, dtype, shape, tokens, num_experts)
     except OSError as error:
         return f"{path} can't be read: {error.strerror}"
-    except (ValueError, struct.error) as error:
+    except (ValueError, OverflowError, struct.error) as error:
         return f"{path} is not a .npy file: {error}"
 
 
@@ -116,12 +119,12 @@ def _parse_law(text: str) -> tuple[str, str, str]:
         return "uniform", "", ""
     if "," in text or "=" in text:
         stray = text.split(",")[-1]
-        raise ValueError(f"{stray!r} is not understood: give <law>[,mask=<0..1>][,empty=<rank>]")
+        raise ValueError(f"{stray[:SHOWN_CHARACTERS]!r} is not understood: give <law>[,mask=<0..1>][,empty=<rank>]")
     name, colon, exponent = (piece.strip() for piece in text.partition(":"))
     if name not in LAWS:
         near = difflib.get_close_matches(name, LAWS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"use {', '.join(LAWS)} or a path (with a /)"
-        raise ValueError(f"there is no routing law {name!r}: {hint}")
+        raise ValueError(f"there is no routing law {name[:SHOWN_CHARACTERS]!r}: {hint}")
     if name != "zipf":
         if colon:
             raise ValueError(f"{name} takes no :{exponent}")

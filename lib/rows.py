@@ -7,6 +7,7 @@ resumed run can add a CSV line that a kill left out.
 from __future__ import annotations
 
 import csv
+import errno
 import fcntl
 import io
 import json
@@ -30,6 +31,7 @@ COLUMNS = tuple(
     """.split()
 )
 STATUSES = ("ok", "wrong", "failed", "timeout", "interrupted", "skipped", "missing", "unsupported")
+AGAIN = ("interrupted", "failed", "timeout")  # what a resumed run does once more; `wrong` stays as evidence
 # Words that pandas.read_csv takes for a missing value (pandas/_libs/parsers.pyx, STR_NA_VALUES); "" means it here too.
 READ_AS_MISSING = frozenset(
     "#N/A|#N/A N/A|#NA|-1.#IND|-1.#QNAN|-NaN|-nan|1.#IND|1.#QNAN|<NA>|N/A|NA|NULL|NaN|None|n/a|nan|null".split("|")
@@ -82,16 +84,18 @@ HEADER = ",".join(COLUMNS) + "\n"
 
 
 def _append(path: Path, descriptor: int, text: str) -> None:
-    """One write, one fsync; a refused write is taken back, so that no torn line is left."""
+    """One write, one fsync; a refused write is taken back, so that no torn line is left. Raises OSError."""
+    if not path.exists():  # a file that was removed takes lines without a word, and loses them
+        raise FileNotFoundError(errno.ENOENT, "the file was removed")
     size = os.fstat(descriptor).st_size
     data = text.encode()
     try:
         while data:  # a full disk may take a part first; the next write then tells why
             data = data[os.write(descriptor, data) :]
         os.fsync(descriptor)
-    except OSError as error:
+    except OSError:
         os.ftruncate(descriptor, size)
-        raise WriteError(path, error, text) from error
+        raise
 
 
 def _whole_lines(path: Path) -> tuple[list[str], bool]:
@@ -104,7 +108,15 @@ def _whole_lines(path: Path) -> tuple[list[str], bool]:
 def read_records(path: Path) -> tuple[list[dict[str, Any]], bool]:
     """JSONL records of a file, and whether a torn last line was dropped."""
     lines, torn = _whole_lines(path)
-    return [json.loads(line) for line in lines if line], torn
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            _ = record["key"], record["row"]["status"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise SchemaError(f"{path}: line {number} is not a record; mend it, or start a new run") from error
+        records.append(record)
+    return records, torn
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, str]], bool]:
@@ -134,15 +146,17 @@ class RowFiles:
                 if path.exists():
                     raise FileExistsError(path)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
-        self._csv = os.open(self.csv, flags, 0o644)
-        self._jsonl = os.open(self.jsonl, flags, 0o644)
         try:
+            self._csv = os.open(self.csv, flags, 0o644)
+            self._jsonl = os.open(self.jsonl, flags, 0o644)
             fcntl.flock(self._csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            if HEADER.startswith(self.csv.read_text(errors="replace")):  # empty, or cut short in its first line
+                os.ftruncate(self._csv, 0)
+                _append(self.csv, self._csv, HEADER)
+        except BlockingIOError as error:
             raise LockedError(f"{self.csv} is being written by another run") from error
-        if HEADER.startswith(self.csv.read_text(errors="replace")):  # empty, or cut short in its first line
-            os.ftruncate(self._csv, 0)
-            _append(self.csv, self._csv, HEADER)
+        except OSError as error:
+            raise WriteError(self.csv, error, "(none yet)") from error
         self._mend(planned)
 
     def _mend(self, planned: Collection[str]) -> None:
@@ -153,13 +167,17 @@ class RowFiles:
             self.notices.append(f"{self.csv.name}: a torn last line was dropped")
         if torn_jsonl:
             self.notices.append(f"{self.jsonl.name}: a torn last line was dropped")
-        interrupted = {record["key"] for record in records if record["row"]["status"] == "interrupted"}
-        again = interrupted.intersection(planned)
+        if len(rows) > len(records) + torn_jsonl:
+            raise SchemaError(
+                f"{self.csv}: has {len(rows)} rows, {self.jsonl.name} knows of {len(records)}; bring it back"
+            )
+        outstanding = {record["key"] for record in records if record["row"]["status"] in AGAIN}
+        again = outstanding.intersection(planned)
         kept = [record for record in records if record["key"] not in again]
         if again:
-            self.notices.append(f"{len(again)} interrupted cases are run again")
-        if left := len(interrupted) - len(again):
-            self.notices.append(f"{left} interrupted cases are not in this plan and stay: resume with that run's knobs")
+            self.notices.append(f"{len(again)} cases that failed or were cut short are run again")
+        if left := len(outstanding) - len(again):
+            self.notices.append(f"{left} outstanding cases are not in this plan and stay: resume with that run's knobs")
         if len(kept) < len(records) or torn_csv or torn_jsonl or len(rows) != len(records):
             self._rewrite(self.jsonl, "_jsonl", "".join(record_line(record) for record in kept))
             self._rewrite(self.csv, "_csv", HEADER + "".join(csv_line(record["row"]) for record in kept))
@@ -185,8 +203,13 @@ class RowFiles:
     def append(self, row: Mapping[str, object], key: str, record: Mapping[str, object]) -> None:
         """Save one row. Raises WriteError when the disk refuses it."""
         whole, line = record_line({"key": key, "row": row, **record}), csv_line(row)  # a bad value saves neither
-        _append(self.jsonl, self._jsonl, whole)
-        _append(self.csv, self._csv, line)
+        path = self.jsonl
+        try:
+            _append(path, self._jsonl, whole)
+            path = self.csv
+            _append(path, self._csv, line)
+        except OSError as error:
+            raise WriteError(path, error, line) from error
         self.done[key] = str(row["status"])
 
     def close(self) -> None:

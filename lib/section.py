@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -18,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from lib import launch
+from lib.guard import die_with_parent
 from lib.knobs import KnobErrors, Knobs, parse_knobs
 from lib.launch import Events, Failure, Limits, Request, WorkerGroup
 from lib.launcher import Launcher, detect_launcher, joined_problem, run_mark
 from lib.machine import Machine, detect_facts, detect_machine, fingerprint
 from lib.monitor import Monitor
 from lib.plan import Case, Section, groups, make_plan, plan_lines
-from lib.progress import make_progress, say
+from lib.progress import make_progress, say, show
 from lib.rows import COLUMNS, SCHEMA, LockedError, RowFiles, SchemaError, WriteError
 from lib.version import git_label
 from lib.wire import pack_case, pack_knobs
@@ -173,6 +173,8 @@ class Run:
                 self.peaks = self._find_peaks()
             for group in runnable:
                 self._run_group(group)
+            if self.launcher.joined and not runnable:
+                self._release_followers()
         except Interrupted:
             for case in todo:
                 if case.key not in self.files.done:
@@ -234,6 +236,12 @@ class Run:
 
         group = WorkerGroup(request, Events(on_result, on_phase, self.note))
         return group, group.run()
+
+    def _release_followers(self) -> None:
+        """Joined ranks wait for cases from rank 0: with nothing to run they are told so, and leave."""
+        nothing = {"task": "cases", "module": self.section.module, "knobs": pack_knobs(self.knobs), "cases": []}
+        request = self._request(nothing | {"capacity": 0, "peaks": None, "eager": {}}, {})
+        WorkerGroup(request, Events(lambda *_: None, lambda *_: None, self.note)).run()
 
     def _request(self, message: dict[str, Any], wanted: dict[str, str]) -> Request:
         knobs = self.knobs
@@ -322,6 +330,8 @@ def worker_environment(knobs: Knobs, machine: Machine) -> dict[str, str]:
 def run_section(section: Section) -> int:
     """What a section's script calls. Returns the exit code (README, "Exit codes")."""
     SIGNALS.catch()
+    if shell := os.environ.get("MOE_EP_SHELL_PID"):
+        die_with_parent(int(shell), signal.SIGTERM)  # run.sh killed: end in order, with every row written
     try:
         return _run_section(section)
     except Interrupted:
@@ -359,13 +369,13 @@ def _run_section(section: Section) -> int:
         return USAGE_EXIT
     if knobs.peaks not in ("measure", "off"):
         read_peaks(Path(knobs.peaks))  # refused now, before anything is measured
+    if launcher.follower and knobs.dry_run:
+        return OK_EXIT  # the first rank shows the plan
     if launcher.follower:
         return launch.follow(launcher, worker_environment(knobs, machine))
     cases = make_plan(section, knobs, machine, sweep)
     if knobs.dry_run:
         text = [f"{section.name}: {len(cases)} cases on {machine.device}", *plan_lines(cases)]
-        with contextlib.suppress(BrokenPipeError):  # `| head` has seen enough
-            sys.stdout.write("\n".join(text) + "\n")
-            sys.stdout.flush()
+        show(text)
         return OK_EXIT
     return Run(section, knobs, machine, launcher, cases).execute()

@@ -7,7 +7,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from lib.rows import STATUSES, read_rows
+from lib.progress import show
+from lib.rows import STATUSES, SchemaError, read_rows
 
 Row = dict[str, str]
 
@@ -90,9 +91,15 @@ def summary(path: Path) -> list[str]:
 
 
 def main(paths: list[str]) -> int:
-    blocks = ["\n".join(summary(Path(path))) for path in paths if Path(path).exists()]
-    sys.stdout.write("\n\n".join(blocks) + "\n")
+    show(["\n\n".join(block(Path(path)) for path in paths)])
     return 0
+
+
+def block(path: Path) -> str:
+    try:
+        return "\n".join(summary(path))
+    except (SchemaError, OSError) as error:
+        return f"{path}: no table ({error})"
 
 
 if __name__ == "__main__":

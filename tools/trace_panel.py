@@ -23,6 +23,7 @@ MAX_LABEL_LINES, MAX_SERIAL_LABELS, MAX_BAR_LABELS = 4, 24, 40
 MAX_SUB_ROWS, SUB_ROW_SHARE = 3, 0.015  # bars of one lane that overlap for more of the window go above each other
 JOIN_PX = 1.5  # smaller gaps are not drawn
 PAD_PX = 5
+MIN_LABEL_PX = 3 * PAD_PX  # no text is narrower
 LEADER_LINES = 0.3  # room between bars and labels
 MAX_SHIFT_PX = 60  # from a bar to a label beside it
 BEHIND_TEXT = {"facecolor": "white", "edgecolor": "none", "pad": 0.0}
@@ -198,6 +199,8 @@ class Panel:
         colour = _text_colour(self.looks[bar.name].colour)
         longest = np.argsort(bar.start_us - bar.end_us, kind="stable")[:MAX_BAR_LABELS]
         for start, end, us in zip(bar.start_us[longest], bar.end_us[longest], bar.us[longest], strict=True):
+            if self.scale.px(end - start) < MIN_LABEL_PX:
+                break
             name, told = short_name(bar.name), f"{_us(us)} us"
             for text in (f"{name}\n{told}" if two_lines else f"{name} {told}", name, told.removesuffix(" us")):
                 if max(self.scale.text_us(line) for line in text.split("\n")) <= end - start:

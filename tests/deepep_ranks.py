@@ -139,3 +139,4 @@ def rank_main(rank: int, folder: str) -> None:
         group = Group(rank, 2, rank, 1, CPU, pg=dist.group.WORLD, host_pg=dist.group.WORLD)
         torch.save(two_rank_findings(group), Path(folder) / f"rank{rank}.pt")
         dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may abort an interpreter that is ending

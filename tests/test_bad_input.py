@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import stat
 import subprocess
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 
 import pandas as pd
 import pytest
+
+from lib import guard
 
 ROOT = Path(__file__).resolve().parent.parent
 SECRET = "hunter2-do-not-print"
@@ -152,6 +156,81 @@ def test_a_section_that_cannot_run_here_writes_its_rows_and_exits_4(tmp_path: Pa
     assert list(rows["variant"]) == ["deep_gemm_mega", "mxfp8_cutedsl", "nvfp4_cutedsl"]
     assert set(rows["status"]) == {"unsupported"}
     assert rows["reason"].str.contains("FlashInfer|flashinfer").all() or shutil.which("flashinfer")
+
+
+def bash(script: str, **knobs: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment(**knobs), timeout=RUN_LIMIT_S, check=False)
+
+
+@pytest.mark.parametrize("streams", [">&- 2>&-", ">/dev/full 2>/dev/full", "2>&1 | head -1 >/dev/null"])
+def test_a_stream_that_is_closed_full_or_gone_costs_no_row(streams: str, tmp_path: Path) -> None:
+    bash(f"./run.sh {streams}", SECTION="fi_mega vllm_split", OUT_DIR=str(tmp_path), CUDA_VISIBLE_DEVICES="")
+    deadline = time.monotonic() + 20  # `head` ends the pipeline before the run does
+    while len(list(tmp_path.glob("*.csv"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(0.5)
+    assert sorted(len(pd.read_csv(path)) for path in tmp_path.glob("*.csv")) == [2, 3]
+
+
+def test_paths_that_no_file_can_have_are_one_sentence(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for knobs in ({"OUT_DIR": "/" + "a" * 300}, {"PEAKS": "/" + "a" * 300}, {"OUT_DIR": str(loop)}):
+        answer = run(SECTION="fi_mega", **knobs)
+        (name,) = knobs
+        assert answer.returncode == 2
+        assert answer.stderr.splitlines()[-1].startswith(f"{name}=")
+        assert "Traceback" not in answer.stderr
+
+
+def test_a_killed_run_sh_takes_its_section_along_and_the_rows_are_written(tmp_path: Path) -> None:
+    knobs = SMALL | {"SECTION": "ref", "REF_LIST": "torch", "SEQ_LENS": "1 2", "ITERS": "100000", "WARMUP": "100000"}
+    env = environment(OUT_DIR=str(tmp_path), CUDA_VISIBLE_DEVICES="", **knobs)
+    shell = subprocess.Popen([str(ROOT / "run_sweep.sh")], cwd=ROOT, env=env, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not any(
+            "worker group" in log.read_text() for log in tmp_path.glob("*.log")
+        ):
+            time.sleep(0.1)
+    finally:
+        shell.kill()
+        shell.wait()
+    (path,) = tmp_path.glob("*.csv")
+    stamp = path.name.split("_")[1]
+    deadline = time.monotonic() + 10
+    while guard.marked_pids(stamp) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert guard.marked_pids(stamp) == []
+    while len(rows := pd.read_csv(path)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert list(rows["status"]) == ["interrupted", "interrupted"]
+
+
+@pytest.mark.parametrize("delay_s", [0.05, 0.15, 0.3])
+def test_an_early_ctrl_c_is_quiet_and_every_row_is_due(delay_s: float, tmp_path: Path) -> None:
+    env = environment(SECTION="ref fi_mega", REF_LIST="torch", OUT_DIR=str(tmp_path), CUDA_VISIBLE_DEVICES="", **SMALL)
+    shell = subprocess.Popen(
+        [str(ROOT / "run.sh")], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    time.sleep(delay_s)
+    os.killpg(shell.pid, signal.SIGINT)
+    stderr = shell.communicate(timeout=RUN_LIMIT_S)[1]
+    assert shell.returncode in (130, -signal.SIGINT)
+    assert "Traceback" not in stderr
+    made = list(tmp_path.glob("*.csv"))
+    assert len(made) in (0, 2), "either nothing has begun, or every section has its rows"
+
+
+def test_joined_ranks_leave_when_there_is_nothing_to_run(tmp_path: Path) -> None:
+    joined = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 --no-python ./run.sh"
+    knobs = SMALL | {"SECTION": "comm", "COMM_LIST": "torch", "OUT_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    for command in (f"{joined} --plan", joined, f"RESUME=last {joined}"):
+        started = time.monotonic()
+        assert bash(command, **knobs).returncode == 0, command
+        assert time.monotonic() - started < 60
+    (path,) = tmp_path.glob("*.csv")
+    assert list(pd.read_csv(path)["status"]) == ["ok"]
 
 
 # --- one pair of real runs at once, under everything that must not matter

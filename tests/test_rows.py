@@ -25,7 +25,7 @@ def a_row(tokens: int = 8, **changes: object) -> dict[str, object]:
     return plain | {"reason": "", "num_sms": None, "lat_us_p50": 123.456789, "tainted": False} | changes
 
 
-PLANNED = {"k0", "k1", "k2", "k3"}
+PLANNED = {"k0", "k1", "k2", "k3", "k4"}
 
 
 def opened(folder: Path, resume: bool = False, planned: set[str] = PLANNED) -> RowFiles:
@@ -247,13 +247,13 @@ def test_a_csv_that_is_one_row_behind_its_records_gets_the_row(tmp_path: Path) -
     assert files.csv.read_text() == whole
 
 
-def test_interrupted_rows_go_and_the_others_stay(tmp_path: Path) -> None:
-    statuses = ["ok", "interrupted", "failed", "interrupted"]
+def test_outstanding_rows_go_and_the_others_stay(tmp_path: Path) -> None:
+    statuses = ["ok", "interrupted", "failed", "timeout", "wrong"]
     written(tmp_path, *(a_row(status=status) for status in statuses))
     notices, done, found = mended(tmp_path)
-    assert notices == ["2 interrupted cases are run again"]
-    assert done == {"k0", "k2"}
-    assert [row["status"] for row in found] == ["ok", "failed"]
+    assert notices == ["3 cases that failed or were cut short are run again"]
+    assert done == {"k0", "k4"}
+    assert [row["status"] for row in found] == ["ok", "wrong"]
 
 
 def test_an_interrupted_row_that_this_run_will_not_make_stays(tmp_path: Path) -> None:
@@ -264,8 +264,36 @@ def test_an_interrupted_row_that_this_run_will_not_make_stays(tmp_path: Path) ->
     assert [row["status"] for row in read_rows(files.csv)[0]] == ["interrupted", "interrupted"]
     assert set(again.done) == {"k0", "k2"}
     ran, stayed = again.notices
-    assert ran == "1 interrupted cases are run again"
-    assert stayed.startswith("2 interrupted cases are not in this plan and stay")
+    assert ran == "1 cases that failed or were cut short are run again"
+    assert stayed.startswith("2 outstanding cases are not in this plan and stay")
+
+
+def test_rows_without_their_records_are_refused_and_kept(tmp_path: Path) -> None:
+    """Mended from an empty JSONL, the CSV would lose what it holds."""
+    files = written(tmp_path, a_row(), a_row(64))
+    before = files.csv.read_text()
+    files.jsonl.write_text("")
+    with pytest.raises(SchemaError, match="bring it back"):
+        opened(tmp_path, resume=True)
+    assert files.csv.read_text() == before
+
+
+@pytest.mark.parametrize("line", ['{"broken', "{}", "5", "\0\0\0"])
+def test_a_damaged_record_is_named_by_file_and_line(line: str, tmp_path: Path) -> None:
+    files = written(tmp_path, a_row(), a_row(64))
+    whole = files.jsonl.read_text().splitlines()
+    files.jsonl.write_text("\n".join([whole[0], line, whole[1]]) + "\n")
+    with pytest.raises(SchemaError, match=r"jsonl: line 2 is not a record"):
+        opened(tmp_path, resume=True)
+
+
+def test_a_row_for_a_file_that_was_removed_is_handed_back(tmp_path: Path) -> None:
+    files = opened(tmp_path)
+    files.csv.unlink()
+    files.jsonl.unlink()
+    with pytest.raises(WriteError, match="the file was removed") as lost:
+        files.append(a_row(), "k0", EXTRA)
+    assert lost.value.line == csv_line(a_row())
 
 
 def test_rows_are_appended_after_mending(tmp_path: Path) -> None:

@@ -300,7 +300,8 @@ def test_the_gravest_section_gives_the_exit_status(ready: Clone, ref: int, split
     statuses = {"STATUS_ref": str(ref), "STATUS_split": str(split), "STATUS_comm": str(comm)}
     result = ready.run(SECTION="ref vllm_split comm", **statuses)
     assert result.returncode == run
-    assert len(ready.files()) == 3
+    # a lock held by another run on these files ends this one: nothing is measured beside it
+    assert len(ready.files()) == (2 if split == 75 else 3)
 
 
 def test_the_table_shows_the_sections_in_the_order_they_were_asked_for(ready: Clone) -> None:

@@ -23,6 +23,7 @@ MAX_LABEL_LINES, MAX_SERIAL_LABELS, MAX_BAR_LABELS = 4, 24, 40
 MAX_SUB_ROWS, SUB_ROW_SHARE = 3, 0.015  # bars of one lane that overlap for more of the window go above each other
 JOIN_PX = 1.5  # smaller gaps are not drawn
 PAD_PX = 5
+MIN_STRIP_PX = 2  # a shorter span is drawn this wide: it is there
 MIN_LABEL_PX = 3 * PAD_PX  # no text is narrower
 LEADER_LINES = 0.3  # room between bars and labels
 MAX_SHIFT_PX = 60  # from a bar to a label beside it
@@ -123,8 +124,7 @@ class Panel:
     def __init__(self, analysis: Analysis, iteration: int, looks: dict[str, Look], scale: Scale) -> None:
         self.analysis, self.iteration, self.looks, self.scale = analysis, iteration, looks, scale
         serial = analysis.spans.lanes.index(SERIAL)
-        gap_us = scale.us(JOIN_PX)
-        bars = [_joined(b.name, b.lane, b.start_us, b.end_us, gap_us) for b in analysis.bars(iteration)]
+        bars = [_joined(b.name, b.lane, b.start_us, b.end_us, scale) for b in analysis.bars(iteration)]
         self.serial = [bar for bar in bars if bar.lane == serial]
         self.lanes = {
             lane: [b for b in bars if b.lane == lane] for lane in range(len(analysis.spans.lanes)) if lane != serial
@@ -213,7 +213,7 @@ class Panel:
     def _draw_concurrent(self, axes: Axes, top: float) -> None:
         start_us, end_us = self.analysis.concurrent.of(self.iteration)
         origin = self.analysis.windows.start_us[self.iteration]
-        whole = _joined("", 0, start_us - origin, end_us - origin, self.scale.us(JOIN_PX))
+        whole = _joined("", 0, start_us - origin, end_us - origin, self.scale)
         axes.axhline(top, color="#777777", linewidth=0.8, zorder=0.5)
         axes.broken_barh(_spans(whole), (0, top), facecolor="black", alpha=0.13, zorder=4, linewidth=0)
         axes.broken_barh(_spans(whole), (top + 0.05, CONCURRENT_IN - 0.1), facecolor=CONCURRENT_COLOUR, zorder=3)
@@ -248,14 +248,15 @@ class Strip:
         return (self.start_us + self.end_us) / 2
 
 
-def _joined(name: str, lane: int, start_us: Floats, end_us: Floats, gap_us: float) -> Strip:
+def _joined(name: str, lane: int, start_us: Floats, end_us: Floats, scale: Scale) -> Strip:
     """A million fragments become what the pixels can show."""
     if not len(start_us):
         return Strip(name, lane, start_us, end_us, start_us)
-    apart = start_us[1:] - end_us[:-1] > gap_us
+    apart = start_us[1:] - end_us[:-1] > scale.us(JOIN_PX)
     first = np.flatnonzero(np.concatenate([[True], apart]))
     last = np.append(first[1:], len(start_us)) - 1
-    return Strip(name, lane, start_us[first], end_us[last], np.add.reduceat(end_us - start_us, first))
+    drawn_end_us = np.maximum(end_us[last], start_us[first] + scale.us(MIN_STRIP_PX))
+    return Strip(name, lane, start_us[first], drawn_end_us, np.add.reduceat(end_us - start_us, first))
 
 
 def _spans(strip: Strip) -> list[tuple[float, float]]:

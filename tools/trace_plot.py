@@ -6,9 +6,11 @@ intersection of the lanes, which is also shaded across them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -20,12 +22,19 @@ from tools.trace_panel import EDGE_COLOUR, FONT, Panel, Scale, extent_of
 
 WIDTH_IN, DPI = 16.0, 120
 LEFT_IN, RIGHT_IN, HEAD_IN, TITLE_IN, AXIS_IN = 1.5, 0.3, 0.45, 0.36, 0.42
-LEGEND_LINE_IN, LEGEND_COLUMNS = 0.22, 5
+LEGEND_LINE_IN, LEGEND_COLUMNS, LEGEND_CHARS = 0.22, 5, 40
 SHARED_SCALE_RATIO = 2.0  # iterations of more unequal length each get their own scale
 
 
 def draw(analysis: Analysis, iterations: Sequence[int], out: Path) -> None:
     """Write the picture of these iterations, PNG or SVG by out's suffix. Raises OSError if it can't be written."""
+    # names come from a file: a $ in one is no formula, and a letter that the font lacks is no news
+    with rc_context({"text.parse_math": False}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")
+        _figure(analysis, iterations).savefig(out, dpi=DPI)
+
+
+def _figure(analysis: Analysis, iterations: Sequence[int]) -> Figure:
     extents = {iteration: extent_of(analysis, iteration) for iteration in iterations}
     longest = max(extents.values())
     shared = longest <= SHARED_SCALE_RATIO * min(extents.values())
@@ -43,11 +52,12 @@ def draw(analysis: Analysis, iterations: Sequence[int], out: Path) -> None:
     ]
     if any(style[name] is REST for name in used):
         handles.append(Patch(facecolor=REST.colour, label="all other kernels"))
-    _compose(analysis, panels, handles, shared).savefig(out, dpi=DPI)
+    return _compose(analysis, panels, handles, shared)
 
 
 def _told(name: str) -> str:
-    return name if len(name) <= 40 else short_name(name)
+    told = name if len(name) <= LEGEND_CHARS else short_name(name)
+    return f" {told}" if told.startswith("_") else told  # matplotlib leaves "_..." out of legends
 
 
 def _compose(analysis: Analysis, panels: list[Panel], handles: list[Patch], shared: bool) -> Figure:

@@ -1,6 +1,6 @@
 """kernel_us: the durations of a session's kernels, from a profiler pass of its own (docs/method.md, "kernel_us").
 
-Each iteration is laid out on the stream as: L2 flush if asked, a delay kernel, the device barrier, a short marker, the
+Each iteration is laid out on the stream as: a delay kernel, the L2 flush if asked, the device barrier, a short marker, the
 call. The delay lets the host enqueue all of it before the first kernel starts; between the marker and the next delay
 everything that ran belongs to the session.
 """
@@ -49,10 +49,10 @@ def profile_session(session: Session, tools: DeviceTools) -> KernelTimes:
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         for _ in range(ITERATIONS):
-            if tools.flush is not None:
-                tools.flush()
             tools.rendezvous()
             torch.cuda._sleep(DELAY_CYCLES)
+            if tools.flush is not None:
+                tools.flush()
             tools.align()
             torch.cuda._sleep(MARKER_CYCLES)
             session.call()

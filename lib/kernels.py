@@ -1,8 +1,8 @@
 """kernel_us: the durations of a session's kernels, from a profiler pass of its own (docs/method.md, "kernel_us").
 
-Each iteration is laid out on the stream as: a delay kernel, the L2 flush if asked, the device barrier, a short marker, the
-call. The delay lets the host enqueue all of it before the first kernel starts; between the marker and the next delay
-everything that ran belongs to the session.
+Each iteration is laid out on the stream as: a delay kernel, the L2 flush if asked, the device barrier, a short marker,
+the call. The delay lets the host enqueue all of it before the first kernel starts; between the marker and the next
+delay everything that ran belongs to the session.
 """
 
 from __future__ import annotations

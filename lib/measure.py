@@ -68,6 +68,23 @@ class Bench:
         return cls(group, knobs, device_timing.METHODS, tools, Peaks.read(peaks) if peaks else None)
 
 
+class CheckMemory:
+    """Device memory that the check takes beside the bound session; nothing is known of it on a CPU."""
+
+    def __init__(self, group: Group) -> None:
+        import torch
+
+        self.device = group.device if group.device.type == "cuda" else None
+        if self.device is not None:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.before = torch.cuda.memory_allocated(self.device)
+
+    def peak_bytes(self) -> int | None:
+        import torch
+
+        return None if self.device is None else torch.cuda.max_memory_allocated(self.device) - self.before
+
+
 def choose_method(case: Case, session: Session, eager: str) -> tuple[str, str]:
     """The timing that will really be made, and the graph column: a graph that can't be is eager, and says so."""
     if case.timing == "kernel" and session.bare_kernel() is None:
@@ -97,9 +114,11 @@ def measure_case(
     gather(None, group)
 
     say_phase("check")
+    memory = CheckMemory(group)
     checker = Checker(session, inputs, case.problem, routing, group)
     half = (knobs.check_repeats + 1) // 2
     wrong = checker.before(half) if case.checked else ""
+    check_bytes = memory.peak_bytes()
     if wrong:
         return wrong_result(f"before timing: {wrong}"), session
 
@@ -135,7 +154,7 @@ def measure_case(
     if group.device.type == "cuda":
         add_kernel_times(result, session, bench)
     clocked(lambda phase: None, seconds)("end")
-    result["samples"]["seconds"] = spans(seconds)
+    result["samples"] |= {"seconds": spans(seconds), "check_bytes": check_bytes}
     return result, session
 
 

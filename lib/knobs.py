@@ -8,7 +8,6 @@ Standard library only, and quick: a wrong knob is answered before anything is in
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from typing import Any
 
 from lib import knob_checks as checks
 from lib import knob_types as parse
+from lib.talk import say, show
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CALLER_DIR = "MOE_EP_CALLER_DIR"  # where the user stood when a script was called: relative paths start there
@@ -368,11 +368,11 @@ def check(env: Mapping[str, str], sweep: bool) -> int:
     try:
         knobs = parse_knobs(env, detect_facts(env), sweep)
     except KnobErrors as wrong:
-        print("\n".join(wrong.errors), file=sys.stderr)
+        say("\n".join(wrong.errors))
         return USAGE_ERROR
     for notice in knobs.notices:
-        print(f"notice: {notice}", file=sys.stderr)
-    print("\n".join(shell_lines(knobs)))
+        say(f"notice: {notice}")
+    sys.stdout.write("\n".join(shell_lines(knobs)) + "\n")  # for the scripts: unlike show, it may not get lost
     return 0
 
 
@@ -381,13 +381,13 @@ def main(arguments: Sequence[str]) -> int:
 
     match list(arguments):
         case ["help"]:
-            print(help_text())
+            show([help_text()])
         case ["markdown"]:
-            print(markdown_table())
+            show([markdown_table()])
         case ["check", *rest] if rest in ([], ["--sweep"]):
             return check(os.environ, sweep=bool(rest))
         case _:
-            print("usage: python -m lib.knobs help | markdown | check [--sweep]", file=sys.stderr)
+            say("usage: python -m lib.knobs help | markdown | check [--sweep]")
             return USAGE_ERROR
     return 0
 
@@ -395,5 +395,4 @@ def main(arguments: Sequence[str]) -> int:
 if __name__ == "__main__":
     from lib import knobs as this_module  # lib.machine imports it by this name: one set of classes, not two
 
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `help | head` ends quietly
     sys.exit(this_module.main(sys.argv[1:]))

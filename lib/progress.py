@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 from typing import Any
+
+from lib.talk import say
 
 try:
     from rich.console import Console
@@ -19,22 +19,6 @@ try:
     )
 except ImportError:  # other people's containers need not have it
     Console = None  # type: ignore[assignment,misc]
-
-
-def say(text: str) -> None:
-    """Talk never decides what becomes of a run: a stderr that is closed, full or gone is gone."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
-
-
-def show(lines: list[str]) -> None:
-    """Results, on stdout; `| head` may have seen enough, and a closed or full stdout is no reason to fail."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        sys.stdout.write("\n".join(lines) + "\n")
-        sys.stdout.flush()
-        return
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 - else the interpreter tries once more as it ends
 
 
 class Lines:

@@ -24,8 +24,9 @@ from lib.launcher import Launcher, detect_launcher, joined_problem, run_mark
 from lib.machine import Machine, detect_facts, detect_machine, fingerprint
 from lib.monitor import Monitor
 from lib.plan import Case, Section, groups, make_plan, plan_lines
-from lib.progress import make_progress, say, show
+from lib.progress import make_progress
 from lib.rows import COLUMNS, SCHEMA, LockedError, RowFiles, SchemaError, WriteError
+from lib.talk import say, show
 from lib.version import git_label
 from lib.wire import pack_case, pack_knobs
 

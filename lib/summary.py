@@ -7,8 +7,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from lib.progress import show
 from lib.rows import STATUSES, SchemaError, read_rows
+from lib.talk import show
 
 Row = dict[str, str]
 

@@ -112,11 +112,27 @@ def test_an_out_dir_that_cannot_be_written_is_refused_at_the_start(tmp_path: Pat
     assert "Traceback" not in answer.stderr
 
 
+def mount(folder: Path, options: str) -> None:
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not allowed here")
+
+
+def test_a_read_only_out_dir_is_refused_at_the_start(tmp_path: Path) -> None:
+    """A mount, since root writes into a folder without write permission."""
+    mount(tmp_path / "ro", "ro,size=1m")
+    try:
+        answer = run(OUT_DIR=str(tmp_path / "ro"), SECTION="fi_mega")
+    finally:
+        subprocess.run(["umount", str(tmp_path / "ro")], check=True)
+    assert answer.returncode == 2
+    assert answer.stderr.splitlines()[-1].startswith("OUT_DIR=")
+    assert "Read-only file system" in answer.stderr
+
+
 def test_a_full_out_dir_is_refused_at_the_start(tmp_path: Path) -> None:
     full = tmp_path / "full"
-    full.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(full)], capture_output=True).returncode:
-        pytest.skip("mounting a 1 MB tmpfs is not allowed here")
+    mount(full, "size=1m")
     try:
         ballast = ["dd", "if=/dev/zero", f"of={full / 'ballast'}", "bs=64k"]
         assert subprocess.run(ballast, capture_output=True).returncode, "the disk is full now"

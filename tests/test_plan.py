@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from knob_helpers import BLACKWELL, CPU, HOPPER, parsed, swept, write_routing
 from machine_helpers import GB, PACKAGES, b200_quad, cpu, h200_pair, machine
@@ -263,6 +264,16 @@ def test_the_key_is_of_the_code_the_device_and_the_section(monkeypatch: pytest.M
     assert case_of(comm.SECTION, cpu(), parsed()).key != key
     monkeypatch.setattr(plan, "source_hash", lambda: "s0123")
     assert case_of(ref.SECTION, cpu(), parsed()).key != key
+
+
+def test_another_routing_in_a_file_of_the_same_name_is_another_case(tmp_path: Path) -> None:
+    path, knobs = tmp_path / "r.npy", parsed(TOKENS="8")
+    keys = []
+    for first in (0, 4):
+        np.save(path, np.broadcast_to(np.arange(first, first + 4), (2, 8, 4)).astype(np.int64))
+        plan.file_digest.cache_clear()  # a run reads a file once; here are two runs
+        keys.append(case_of(ref.SECTION, cpu(), replace(knobs, routing=str(path))).key)
+    assert keys[0] != keys[1]
 
 
 def test_a_point_of_a_sweep_has_the_key_of_the_single_run() -> None:

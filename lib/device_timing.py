@@ -32,7 +32,7 @@ US_PER_MS = 1000.0
 GRAPH_UNTIMED_REPLAYS = 3
 GRAPH_MIN_REPLAYS = 20
 DELAY_CYCLES = 400_000  # about 0.2 ms: longer than the enqueue of a graph or a bare kernel
-HOST_WARM_UP_NS = 1_000_000
+HOST_WARM_UP_NS = 3_000_000
 CAPTURE_WARMUP_CALLS = 3  # on a side stream, so that lazy allocations are over before capture
 
 
@@ -63,12 +63,18 @@ class DeviceTools:
 
 
 def warm_up_host() -> None:
-    """Keep the launch path busy for a moment: a host that slept enqueues slower for a while, and so would be timed."""
+    """Keep the launch path busy for a moment: a host that slept enqueues slower for a while, and so would be timed.
+
+    Launches and events for 3 ms, and a wait that does not sleep, leave about 1 us of a 2 ms sleep in a total; events
+    alone for 1 ms left up to 3.5 us (docs/method.md).
+    """
     until = time.perf_counter_ns() + HOST_WARM_UP_NS
     mark = event()
     while time.perf_counter_ns() < until:
+        torch.cuda._sleep(1)
         mark.record()
-    torch.cuda.synchronize()
+    while not mark.query():
+        pass
 
 
 def event(external: bool = False) -> torch.cuda.Event:

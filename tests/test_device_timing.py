@@ -51,7 +51,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
     Event.device = device
     monkeypatch.setattr(device_timing, "event", lambda external=False: Event())
-    monkeypatch.setattr(device_timing, "HOST_WARM_UP_NS", 0)
+    monkeypatch.setattr(device_timing, "warm_up_host", lambda: None)
     monkeypatch.setattr(device_timing.torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(device_timing.torch.cuda, "_sleep", lambda cycles: setattr(device, "slept", device.slept + 1))
     monkeypatch.setattr(device_timing, "capture", lambda work, tools: Graph(work))

@@ -199,7 +199,9 @@ def e2e_pipelined(session: Session, tools: DeviceTools, plan: Plan, between_seri
             session.call()
             hosts.append((time.perf_counter_ns() - started) / NS_PER_US)
             stamps[call + 1].record()
+        enqueued = time.perf_counter_ns()
         torch.cuda.synchronize()
+        samples.backlog.append((time.perf_counter_ns() - enqueued) / NS_PER_US)
         periods = [between_us(before, after) for before, after in pairwise(stamps)]
         samples.total.extend(periods[PIPELINED_DROPPED:])
         samples.host.extend(hosts[PIPELINED_DROPPED:])

@@ -34,6 +34,7 @@ class Samples:
     arrivals: list[float] = field(default_factory=list)
     blocked: list[float] = field(default_factory=list)  # host time inside phases that block the host
     chains: int = 1
+    backlog: list[float] = field(default_factory=list)  # device time left when the host had enqueued a chain
 
 
 @dataclass(frozen=True)

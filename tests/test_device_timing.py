@@ -121,6 +121,7 @@ def test_a_pipelined_chain_drops_its_first_periods_and_has_no_mark_inside(device
     assert samples.chains == PIPELINED_CHAINS
     assert samples.total == pytest.approx([50.0] * PIPELINED_CHAINS * (64 - PIPELINED_DROPPED))
     assert len(samples.host) == len(samples.total)
+    assert len(samples.backlog) == PIPELINED_CHAINS
     assert len(samples.phases["dispatch"]) == 64 - PIPELINED_DROPPED
     assert device.met == PIPELINED_CHAINS + 1
     assert session.calls == PLAN.warmup + PIPELINED_CHAINS * 64

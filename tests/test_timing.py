@@ -275,6 +275,27 @@ def test_pipelined_takes_the_middle_rank_and_its_phases_are_floors() -> None:
     assert row["combine_us"] == 2.0  # of 1, 2, 3
 
 
+def bound(host: float, blocked: float, backlogs: tuple[float, float] | None = None) -> bool | None:
+    """launch_bound of a total of 100 us, from the host's time, its blocked share, and what each device had left."""
+    ranks = [
+        Samples(total=[100.0] * 3, host=[host] * 3, blocked=[blocked] * 3, backlog=[] if left is None else [left] * 2)
+        for left in backlogs or (None, None)
+    ]
+    return columns(*ranks, method="e2e_pipelined" if backlogs else "e2e")["launch_bound"]
+
+
+def test_a_single_call_is_launch_bound_when_the_hosts_own_work_fills_it() -> None:
+    assert bound(host=95, blocked=0) is True
+    assert bound(host=95, blocked=50) is False
+    assert columns(rank_samples(1), rank_samples(1))["launch_bound"] is None
+
+
+def test_a_chain_is_launch_bound_when_a_device_has_nothing_left_at_its_end() -> None:
+    assert bound(host=80, blocked=0, backlogs=(5000.0, 40.0)) is True
+    assert bound(host=98, blocked=0, backlogs=(5000.0, 4000.0)) is False
+    assert bound(host=98, blocked=60, backlogs=(5.0, 5.0)) is False, "the host waits in every call"
+
+
 def test_no_tokens_means_no_rate_and_no_marks_mean_no_skew() -> None:
     first = replace(rank_samples(1), arrivals=[])
     row = columns(first, first, problem=PROBLEM.at(0))

@@ -25,6 +25,7 @@ MAX_BYTES = 200_000_000  # of JSON text, read without a word; more needs max_byt
 MATCH_BLOCK = 1 << 16  # events turned into Python objects at once while pairing
 BEGIN, END, COMPLETE, INSTANT = 0, 1, 2, 3
 PHASE_CODES = {"B": BEGIN, "E": END, "X": COMPLETE, "i": INSTANT, "I": INSTANT, "R": INSTANT}
+PHASE_CATEGORY = "phase"  # of a session's phases in the traces that lib/trace_write.py writes
 NAMELESS = -1  # an E event needs no name: it closes what its thread opened last
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -108,7 +108,7 @@ def record_host(session: Session, tools: HostTools, count: int) -> list[Iteratio
 
 
 def cut_host(events: Sequence[Any], phases: Sequence[Phase], count: int) -> list[Iteration]:
-    """Iterations, phases and operations from the profiler's events. Collectives are those that it calls asynchronous."""
+    """Iterations, phases and operations from the profiler's events; what it calls asynchronous is a collective."""
     barriers, windows = _named(events, BARRIER), _named(events, ITERATION)
     marks = [_named(events, f"{PREFIX}{number}") for number in range(len(phases))]
     if any(len(each) != count for each in (barriers, windows, *marks)):

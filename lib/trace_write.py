@@ -1,7 +1,7 @@
 """Writes the traces of a case, one file a rank: iterations, phases and what ran under them, on one time line.
 
 Each rank's profiler has a clock of its own. They are lined up on the ends of barriers, which are one moment on all
-ranks: a rank's clock is shifted by the median difference between its barrier ends and rank 0's (docs/method.md).
+ranks: a rank's clock is shifted by the difference that most of its barrier ends have from rank 0's (docs/method.md).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from lib.trace import PHASE_CATEGORY, TraceError, read_trace
+from lib.trace import TraceError, read_trace
 
 if TYPE_CHECKING:
     from lib.plan import Case
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MAX_BYTES = 64_000_000  # of JSON text in one file, well below what lib/trace.py reads without a word
 ITERATION_CATEGORY = "iteration"
 PHASE_THREAD = 1 << 20  # the row of iterations and phases: no stream and no profiler's thread has this number
+FRESH = ".new."  # in front of the name of a file that is not whole yet
 NS_DIGITS = 3  # of a microsecond
 Event = dict[str, Any]
 
@@ -51,10 +52,11 @@ class Iteration:
 
 @dataclass(frozen=True)
 class Alignment:
-    """What to subtract from each rank's times, and how far aligned barrier ends still lie from rank 0's at most."""
+    """What to subtract from each rank's times, and how far aligned barrier ends still lie from rank 0's."""
 
     shift_us: list[float]
-    residual_us: float
+    residual_us: float  # at most
+    typical_us: float  # the median over ranks above 0 and iterations
 
 
 def trace_name(rank: int, stamp: str, case: Case) -> str:
@@ -70,18 +72,28 @@ def align(barriers_us: Sequence[Sequence[float]]) -> Alignment:
     """
     first = barriers_us[0]
     differences = [[own - zero for own, zero in zip(ends, first, strict=True)] for ends in barriers_us]
-    offsets = [median(each) for each in differences]
-    residual = max(abs(d - offset) for each, offset in zip(differences, offsets, strict=True) for d in each)
-    return Alignment([first[0] + offset for offset in offsets], residual)
+    offsets = [middle(each) for each in differences]
+    left = [abs(d - offset) for each, offset in zip(differences, offsets, strict=True) for d in each]
+    others = left[len(first) :] or [0.0]
+    return Alignment([first[0] + offset for offset in offsets], max(others), median(others))
+
+
+def middle(values: Sequence[float]) -> float:
+    """The middle of the shortest interval that holds more than half of the values (Rousseeuw's location).
+
+    A rank that the scheduler wakes late every third time pulls a mean, and can pull a median, but not this.
+    """
+    ordered, held = sorted(values), len(values) // 2 + 1
+    low = min(range(len(ordered) - held + 1), key=lambda first: ordered[first + held - 1] - ordered[first])
+    return (ordered[low] + ordered[low + held - 1]) / 2
 
 
 def encoded(iterations: Sequence[Iteration], rank: int, shift_us: float) -> list[str]:
     """The events of each iteration as JSON text, one event a line."""
     texts = []
     for number, iteration in enumerate(iterations):
-        whole = Span(
-            f"iteration {number}", ITERATION_CATEGORY, PHASE_THREAD, iteration.start_us, iteration.end_us
-        )
+        start_us, end_us = iteration.start_us, iteration.end_us
+        whole = Span(f"iteration {number}", ITERATION_CATEGORY, PHASE_THREAD, start_us, end_us)
         spans = sorted([whole, *iteration.spans], key=lambda span: (span.start_us, -span.end_us))
         texts.append(",\n".join(json.dumps(_event(span, rank, shift_us)) for span in spans))
     return texts
@@ -141,7 +153,7 @@ class fresh:  # noqa: N801 - reads as `with fresh(path) as place`
     """A name beside `path` under which to write; the file takes its own name at the end, or goes on an error."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.place = path, path.with_name(f".new.{path.name}")
+        self.path, self.place = path, path.with_name(f"{FRESH}{path.name}")
 
     def __enter__(self) -> Path:
         return self.place

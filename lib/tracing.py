@@ -11,9 +11,9 @@ import torch
 from lib.contract import LibraryProfiler, Session
 from lib.measure import Bench, gather
 from lib.plan import Case
-from lib.trace import TraceError
+from lib.trace import BARRIER, TraceError
 from lib.trace_record import NothingRecorded, record_device, record_host
-from lib.trace_write import MAX_BYTES, Iteration, align, check, encoded, fitting, fresh, thread_names, trace_name
+from lib.trace_write import FRESH, MAX_BYTES, Iteration, align, check, encoded, fitting, fresh, thread_names, trace_name
 from lib.trace_write import write_trace as write
 
 MAX_ITERATIONS = 20
@@ -61,8 +61,9 @@ def trace_phases(case: Case, session: Session, bench: Bench) -> Traced:
         **about_case(case, bench),
         "iterations": kept,
         "left_out_iterations": count - kept,
-        "aligned_on": "barrier" if bench.group.world > 1 else "",
+        "aligned_on": BARRIER if bench.group.world > 1 else "",
         "residual_us": round(lined_up.residual_us, 3),
+        "typical_residual_us": round(lined_up.typical_us, 3),
     }
     names = list(thread_names(iterations[:kept], rank, "stream" if on_gpu else "thread"))
     try:
@@ -75,7 +76,8 @@ def trace_phases(case: Case, session: Session, bench: Bench) -> Traced:
     if kept < count:
         words.append(f"{count - kept} more left out, since a file ends at {MAX_BYTES / BYTES_PER_MB:.0f} MB")
     if bench.group.world > 1:
-        words.append(f"ranks lined up on the ends of barriers, residual {lined_up.residual_us:.1f} us")
+        left = f"{lined_up.typical_us:.1f} us (median), {lined_up.residual_us:.1f} us (largest)"
+        words.append(f"ranks lined up on the ends of barriers, residual {left}")
     return Traced("; ".join(words), samples={"files": file_names(case, bench)} | about)
 
 
@@ -136,7 +138,8 @@ def written(case: Case, bench: Bench) -> str:
 
 
 def told(error: Exception) -> str:
-    return f"cannot be written ({error.strerror})" if isinstance(error, OSError) else str(error)
+    """The file does not have the name that the reader saw it under."""
+    return f"cannot be written ({error.strerror})" if isinstance(error, OSError) else str(error).replace(FRESH, "")
 
 
 def first_problem(problem: str, bench: Bench) -> str:

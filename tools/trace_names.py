@@ -118,7 +118,9 @@ def named_lane(name: str, category: str) -> str:
     """The lane that name and category decide without the thread, "" if they do not."""
     if name in KERNELS:
         return KERNELS[name][1]
-    if category == PHASE_CATEGORY or (OWN_PHASE.match(name) and category not in GPU_CATEGORIES):
+    if category in GPU_CATEGORIES:
+        return ""  # a C++ namespace is no lane: DeepEP's internode_ll kernels run within a node too
+    if category == PHASE_CATEGORY or OWN_PHASE.match(name):
         return SERIAL
     return next((lane for lane in (INTERNODE, INTRANODE) if lane in name), "")
 

@@ -53,19 +53,20 @@ class Bench:
     methods: dict[str, Any]  # name -> (session, tools, plan, between_series) -> Samples
     tools: Any  # lib.timing.HostTools or lib.device_timing.DeviceTools
     peaks: Peaks | None
+    stamp: str = ""  # of the run, for the names of traces
 
     @classmethod
-    def make(cls, group: Group, knobs: Knobs, peaks: dict[str, Any] | None) -> Bench:
+    def make(cls, group: Group, knobs: Knobs, peaks: dict[str, Any] | None, stamp: str = "") -> Bench:
         import torch.distributed as dist
 
         if group.device.type == "cpu":
             host_tools = timing.HostTools(lambda: dist.barrier(group=group.host_pg))
-            return cls(group, knobs, timing.METHODS, host_tools, None)
+            return cls(group, knobs, timing.METHODS, host_tools, None, stamp)
         from lib import device_timing
         from lib.device import make_tools
 
         tools = make_tools(group, knobs.l2 == "cold")
-        return cls(group, knobs, device_timing.METHODS, tools, Peaks.read(peaks) if peaks else None)
+        return cls(group, knobs, device_timing.METHODS, tools, Peaks.read(peaks) if peaks else None, stamp)
 
 
 class CheckMemory:
@@ -148,11 +149,16 @@ def measure_case(
         "transport": session.transport(),
         "timer": "monotonic" if group.device.type == "cpu" else "cuda_event",
         "versions": versions_text(session),
-        "tainted": False,
+        "tainted": knobs.trace != "0",
     }
     result: dict[str, Any] = {"status": "ok", "reason": "", "columns": columns, "samples": raw_samples(everyone)}
     if group.device.type == "cuda":
         add_kernel_times(result, session, bench)
+    if knobs.trace != "0":
+        from lib.tracing import add_trace
+
+        say_phase("trace")
+        add_trace(result, case, session, bench)
     clocked(lambda phase: None, seconds)("end")
     result["samples"] |= {"seconds": spans(seconds), "check_bytes": check_bytes}
     return result, session

@@ -227,6 +227,8 @@ class Run:
         def on_result(index: int, result: dict[str, Any]) -> None:
             columns = result["columns"] | (self.monitor.columns() if result["status"] == "ok" else {})
             self.write(cases[index], result["status"], result["reason"], columns, result["samples"])
+            if facts := result["samples"].get("facts"):
+                self.log(f"{label(cases[index])}: {json.dumps(facts)}")
 
         def on_phase(index: int, phase: str) -> None:
             self.progress.phase(label(cases[index]), phase)

@@ -208,6 +208,6 @@ def remarks(knobs: Knobs) -> Iterator[str]:
     ]
     if replaced:
         yield (
-            f"MEGA_KNOBS: the object replaces the heuristic of {', '.join(replaced)}; a name that it leaves out takes the "
-            "kernel's raw default, not the heuristic's choice"
+            f"MEGA_KNOBS: the object replaces the heuristic of {', '.join(replaced)}; a name that it leaves out takes "
+            "the kernel's raw default, not the heuristic's choice"
         )

@@ -1,4 +1,4 @@
-"""Backends `sm90_pull_fp8`, `mxfp8_cutedsl`, `nvfp4_cutedsl`: FlashInfer's CuTe-DSL kernels over NVSHMEM, on one pattern.
+"""Backends `sm90_pull_fp8`, `mxfp8_cutedsl`, `nvfp4_cutedsl`: FlashInfer's CuTe-DSL kernels over NVSHMEM, one pattern.
 
 One persistent kernel pulls tokens from its peers, multiplies, and brings results back (a row a chosen expert, summed at
 the source; with MEGA_IKR=1 added there by atomics as they arrive). Staging quantises into the symmetric buffers, so

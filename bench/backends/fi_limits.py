@@ -1,4 +1,4 @@
-"""What FlashInfer's moe_ep mega kernels take, and how much memory. Standard library only: the coordinator plans with it.
+"""What FlashInfer's mega kernels take, and how much memory. Standard library only: the coordinator plans with it.
 
 Limits are upstream's own checks, read in the wheels 0.6.18.post1 and 0.7.4 (docs/backends.md names the files). Without
 a verdict here the library would start NVSHMEM on a GPU that can't run its kernel before it says so (0.6.18).

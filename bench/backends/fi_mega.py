@@ -158,7 +158,7 @@ class FiMegaSession(Session):
         self.layer.destroy()
         self.out = self.owned = self.tensors = self.layer = None  # type: ignore[assignment]
         self.phases = []
-        gc.collect()  # the layer refers to itself, and its buffers must be gone before the next point's are made
+        release_memory(self.inputs.x.device)
 
 
 class FiMegaEngine(Engine):
@@ -190,7 +190,7 @@ class FiMegaEngine(Engine):
             backend.scale_weights(w13, w2)
             self.weights = kernel.preprocess_weights(self.moe_ep.MoEWeightPack(w13=w13, w2=w2), fleet)
         del w13, w2, kernel
-        gc.collect()
+        release_memory(group.device)
 
     def check_gpu(self) -> None:
         """0.6.18 starts NVSHMEM before it looks at the GPU, so nothing is built on one that can't run the kernel."""
@@ -238,6 +238,15 @@ class FiMegaEngine(Engine):
 
     def bind(self, problem: Problem, inputs: Inputs) -> FiMegaSession:
         return self.backend.session(self, problem, inputs)
+
+
+def release_memory(device: torch.device) -> None:
+    """What is no longer referred to goes back to the driver: NVSHMEM's heap does not grow out of PyTorch's cache."""
+    gc.collect()  # a layer refers to itself
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
 
 
 def load_moe_ep() -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Backend `sm90_push_fp8`: FlashInfer's Hopper kernels that push tokens into their peers' memory (raw CUDA, no NVSHMEM).
+"""Backend `sm90_push_fp8`: FlashInfer's Hopper kernels that push tokens into their peers' memory (CUDA, no NVSHMEM).
 
 Copy rule: a token once a destination rank (dedup_dispatch), one partial sum a rank back (grouped_combine), both e4m3
 with one fp32 scale a 128 columns. Staging already sends, so compute can't run twice on one staging, and there is no

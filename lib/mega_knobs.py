@@ -102,10 +102,20 @@ def takes_object(backend: str, knobs: Knobs) -> bool:
     return isinstance(given, dict) and bool(given) and not missing_names(backend, given)
 
 
+def text_for(backend: str, knobs: Knobs) -> str:
+    """MEGA_KNOBS as a case of this backend has to be given it again, "" where it leaves the backend alone."""
+    if knobs.mega_knobs == "auto":
+        return "auto" if backend in TUNER_BACKENDS else ""
+    return json.dumps(knobs.mega_knobs) if takes_object(backend, knobs) else ""
+
+
 def object_errors(knobs: Knobs) -> Iterator[str]:
     """What is wrong with a MEGA_KNOBS object by itself: names of no listed backend, values, values that exclude."""
     given = knobs.mega_knobs
     assert isinstance(given, dict)
+    if not given:
+        yield "MEGA_KNOBS={}: names nothing; name at least one, or leave it unset for the library's heuristic"
+        return
     known = sorted({name for backend in knobs.mega_list for name in NAMES[backend]})
     unknown = [name for name in given if name not in known]
     for name in unknown:

@@ -137,7 +137,8 @@ def methods(definition: ast.ClassDef) -> dict[str, Method]:
         static = "staticmethod" in decorators
         found[node.name] = {"static": static, "parameters": list(parameters(node, bound=not static))}
     if "__init__" not in found and any(ast.unparse(made).startswith("dataclass") for made in definition.decorator_list):
-        found = {"__init__": {"static": False, "parameters": list(fields(definition))}} | found
+        constructor: Method = {"static": False, "parameters": list(fields(definition))}
+        found = {"__init__": constructor, **found}
     return found
 
 

@@ -48,7 +48,7 @@ class CutedslSession(FiMegaSession):
         first, second = self.engine.weights[:2]
         thunk = backend.thunk_maker()(first, second, workspace)
         self.out = workspace.output_activation[: self.inputs.x.shape[0]]
-        return thunk  # type: ignore[no-any-return]
+        return thunk
 
 
 class CutedslBackend(FiMegaBackend):

@@ -213,7 +213,7 @@ class FiMegaEngine(Engine):
         found = getattr(self.moe_ep, self.backend.config_class, None)
         if found is None:
             raise Missing(f"FlashInfer {self.version} has no {self.backend.config_class}: needs 0.6.18 or newer")
-        return found  # type: ignore[no-any-return]
+        return found
 
     def _bootstrap(self) -> Any:
         wanted = {"world_size": self.group.world, "rank": self.group.rank, "auto_bootstrap": False}
@@ -275,7 +275,7 @@ class FiMegaBackend(Backend):
     packages: tuple[str, ...] = ()  # distributions whose versions a row names, beside FlashInfer
 
     def variants(self, knobs: Knobs) -> list[Variant]:
-        """MEGA_IKR and MEGA_COMBINE_DTYPE make a suffix where the backend has them, and leave it alone elsewhere."""
+        """MEGA_IKR and MEGA_COMBINE_DTYPE make a suffix where the backend has them; no option touches another."""
         options: tuple[tuple[str, str], ...] = ()
         suffix, combine = "", self.combine_dtype(knobs)
         if knobs.mega_ikr and self.name in mega_knobs.IKR_BACKENDS:
@@ -283,6 +283,8 @@ class FiMegaBackend(Backend):
         elif knobs.mega_combine_dtype != "bf16" and self.name in mega_knobs.COMBINE_DTYPE_BACKENDS:
             combine = knobs.mega_combine_dtype
             suffix, options = f"+combine_{combine}", (("MEGA_COMBINE_DTYPE", combine),)
+        if tuned := mega_knobs.text_for(self.name, knobs):
+            options += (("MEGA_KNOBS", tuned),)
         name = f"{self.name}{suffix}"
         return [Variant(name, "flashinfer", name, "", self.dispatch_dtype(knobs), combine, options=options)]
 

@@ -6,8 +6,10 @@ lib/measure.py runs each case through its device methods on a host clock, so wha
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from machine_helpers import PACKAGES, b200_quad, cpu, h200_pair, machine
 from bench import fi_mega
 from bench.backends import fi_cutedsl, fi_limits
 from bench.backends.fi_mega import built, one_line_errors
+from lib import mega_knobs
 from lib.contract import Group, Missing, Support, Unsupported
 from lib.formats import roundtrip
 from lib.machine import Machine
@@ -224,6 +227,28 @@ def test_weights_are_brought_where_a_bare_e4m3_scale_can_hold_them() -> None:
     assert torch.equal(scaled, roundtrip("nvfp4_pow2", weight)), "the operand of the reference"
     bare = fake_flashinfer.plain_nvfp4(weight)
     assert (bare - weight).norm() > 1.2 * (scaled - weight).norm()
+
+
+# -- docs/backends.md
+
+
+def test_the_documented_limits_and_knob_names_are_those_of_the_code() -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "backends.md").read_text()
+    text = page.partition("### FlashInfer: ")[2].partition("\n## ")[0]
+    tables = [line for line in text.splitlines() if line.startswith("| `")]
+    limits, names = tables[:5], tables[5:]
+    for line in limits:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        needs = fi_limits.NEEDS[cells[0].strip("`")]
+        assert (cells[1], cells[2]) == (f"sm_{needs.sm[0]}{needs.sm[1]}", str(needs.multiple))
+        assert needs.dsl in cells[4]
+    assert ", ".join(map(str, fi_limits.PUSH_TOPK)) in limits[3]
+    assert f"{fi_limits.FLASHINFER} {fi_limits.FLASHINFER_MIN} or newer" in text.replace("\n", " ")
+    told = {re.findall("`(.+?)`", line)[0]: re.findall("`(.+?)`", line)[1:] for line in names}
+    told["nvfp4_cutedsl"] += told["mxfp8_cutedsl"]
+    assert {name: set(found) for name, found in told.items()} == {
+        name: set(found) for name, found in mega_knobs.NAMES.items() if found
+    }
 
 
 # -- two ranks, started once; each saves what it found

@@ -230,6 +230,8 @@ class Run:
             self.write(cases[index], result["status"], result["reason"], columns, result["samples"])
             for note in result.get("notes", ()):
                 self.note(note)
+            if facts := result["samples"].get("facts"):
+                self.log(f"{label(cases[index])}: {json.dumps(facts)}")
 
         def on_phase(index: int, phase: str) -> None:
             self.progress.phase(label(cases[index]), phase)

@@ -6,9 +6,11 @@ A record is made by tools/record_signatures.py from the wheel that an adapter wa
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,13 +18,42 @@ SIGNATURES = Path(__file__).resolve().parent / "signatures"
 Class = TypeVar("Class", bound=type)
 
 
-def recorded(file: str) -> dict[str, tuple[inspect.Signature, bool]]:
+@cache
+def _part(file: str, name: str) -> dict[str, Any]:
+    """A record, or the part of it that is the class or function `name`."""
+    record: dict[str, Any] = json.loads((SIGNATURES / file).read_text())
+    if not name:
+        return record
+    return next(part for part in record["parts"] if name in (part.get("class"), part.get("function")))
+
+
+def recorded(file: str, part: str = "") -> dict[str, tuple[inspect.Signature, bool]]:
     """Each method of a record: the signature to bind a call with (without self), and whether it is static."""
-    methods = json.loads((SIGNATURES / file).read_text())["methods"]
+    methods = _part(file, part)["methods"]
     return {name: (_signature(told["parameters"]), told["static"]) for name, told in methods.items()}
 
 
-def enforced(file: str, attributes: set[str]) -> Callable[[Class], Class]:
+def recorded_function(file: str, name: str) -> inspect.Signature:
+    return _signature(_part(file, name)["parameters"])
+
+
+def recorded_module(file: str, name: str) -> str:
+    return str(_part(file, name)["module"])
+
+
+def recorded_dataclass(file: str, name: str) -> type:
+    """A dataclass of the recorded fields and defaults."""
+    made: list[Any] = []
+    for parameter in recorded(file, name)["__init__"][0].parameters.values():
+        only = parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        if parameter.default is inspect.Parameter.empty:
+            made.append((parameter.name, Any, dataclasses.field(kw_only=only)))
+        else:
+            made.append((parameter.name, Any, dataclasses.field(default=parameter.default, kw_only=only)))
+    return dataclasses.make_dataclass(name, made)
+
+
+def enforced(file: str, attributes: set[str], part: str = "") -> Callable[[Class], Class]:
     """Class decorator: each method binds its call to the record first (TypeError), and notes it in `cls.calls`.
 
     A recorded method that the fake lacks raises NotImplementedError; a public name that the record lacks, other than
@@ -30,7 +61,7 @@ def enforced(file: str, attributes: set[str]) -> Callable[[Class], Class]:
     """
 
     def decorate(cls: Class) -> Class:
-        methods = recorded(file)
+        methods = recorded(file, part)
         surplus = {name for name in vars(cls) if not name.startswith("_")} - set(methods) - attributes
         assert not surplus, f"the recorded class has no {surplus}"
         for name, (signature, static) in methods.items():
@@ -45,10 +76,15 @@ def enforced(file: str, attributes: set[str]) -> Callable[[Class], Class]:
 
 
 def _signature(parameters: list[dict[str, str]]) -> inspect.Signature:
-    """Defaults are literals in every record so far; another one fails here."""
+    """A default that is no literal, such as a member of an enum, stands here as its text."""
     made = []
     for told in parameters:
-        default = ast.literal_eval(told["default"]) if "default" in told else inspect.Parameter.empty
+        default: Any = inspect.Parameter.empty
+        if "default" in told:
+            try:
+                default = ast.literal_eval(told["default"])
+            except ValueError:
+                default = told["default"]
         made.append(inspect.Parameter(told["name"], getattr(inspect.Parameter, told["kind"]), default=default))
     return inspect.Signature(made)
 

@@ -13,7 +13,7 @@ import pytest
 from knob_helpers import parsed
 
 from lib import measure, timing
-from lib.contract import Phase, Session
+from lib.contract import Phase, Session, Unsupported
 from lib.problem import Problem
 from lib.timing import PIPELINED_CHAINS, PIPELINED_DROPPED, BetweenSeries, HostTools, Plan, Samples, run_phases
 
@@ -314,3 +314,56 @@ def test_the_method_of_every_cpu_timing_exists() -> None:
 
     assert set(timing.METHODS) == set(CPU_TIMINGS)
     assert set(timing.METHODS) <= set(parsed(TIMING="e2e e2e_pipelined kernel graph").timing)
+
+
+# -- phases that may repeat
+
+
+def test_a_repeatable_phase_has_a_series_of_its_own(clock: Clock) -> None:
+    session = FakeSession(clock.advance, [("stage", 10.0, True), ("forward", 40.0, True)])
+    session.phases[1] = replace(session.phases[1], repeatable=True)
+    assert e2e(session, nothing, Plan(1, 3)).alone == {"forward": [40.0] * 3}
+    assert e2e_pipelined(session, nothing, Plan(0, 1)).alone == {"forward": [40.0] * (64 - PIPELINED_DROPPED)}
+    assert e2e(FakeSession(clock.advance, SPLIT), nothing, Plan(0, 1)).alone == {}
+
+
+def test_its_column_is_that_series_reduced_over_ranks_as_the_total() -> None:
+    first, second = (
+        replace(
+            rank_samples(scale), phases={"stage": [1.0], "forward": [9.0]}, alone={"forward": [4 * scale, 6.0, 8.0]}
+        )
+        for scale in (1, 3)
+    )
+    assert columns(first, second)["forward_us"] == 8.0  # of 12, 6, 8, the slowest rank; from the chain it would be 9
+    assert columns(first, second, "e2e_pipelined")["forward_us"] == 8.0  # of (4+12)/2, 6, 8
+    assert columns(first, second)["stage_us"] == 1.0
+
+
+def test_the_record_keeps_rank_0s_own_median() -> None:
+    raw = measure.raw_samples([rank_samples(1), rank_samples(3)])
+    assert raw["rank0_p50_us"] == 20.0
+    assert raw["alone_us"] == {}
+
+
+# -- which method is made
+
+
+class Bare(FakeSession):
+    """May have a bare kernel, or a graph in its place."""
+
+    def __init__(self, bare: bool, replayed: bool) -> None:
+        super().__init__(nothing, SPLIT)
+        self.bare, self.replayed_kernel = bare, replayed
+
+    def bare_kernel(self) -> Callable[[], None] | None:
+        return nothing if self.bare else None
+
+
+def test_kernel_timing_needs_a_bare_kernel_or_a_graph_in_its_place() -> None:
+    case: Any = SimpleNamespace(timing="kernel")
+    assert measure.choose_method(case, Bare(bare=True, replayed=False), "") == ("kernel", "")
+    assert measure.choose_method(case, Bare(bare=False, replayed=True), "") == ("kernel", "captured")
+    with pytest.raises(Unsupported, match="no bare kernel"):
+        measure.choose_method(case, Bare(bare=False, replayed=False), "")
+    with pytest.raises(Unsupported, match="TIMING=kernel: rank 1: no graph"):
+        measure.choose_method(case, Bare(bare=False, replayed=True), "rank 1: no graph")

@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
-"""Write down the signatures of one class of a library, read from its Python source without importing it.
+"""Write down the signatures of a library's classes and functions, read from its Python source without importing it.
 
-    record_signatures.py WHEEL_OR_FOLDER MODULE CLASS [--out FILE]
+    record_signatures.py WHEEL_OR_FOLDER MODULE NAME [MODULE NAME ...] [--out FILE]
+
+One pair gives one record, several give a record with the `parts` of them all. A dataclass gets the constructor that its
+fields make.
 
 An EP library's extension needs a GPU to load, so a contract test can't ask the library itself; it asks this record,
 which was made from the very wheel that the adapter was verified with. Standard library only.
@@ -17,14 +20,16 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 USAGE_EXIT = 2
 KINDS = ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD", "VAR_POSITIONAL", "KEYWORD_ONLY", "VAR_KEYWORD")
+CONSTRUCTORS = ("__init__", "__new__")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Parameter = dict[str, str]
 Method = dict[str, "bool | list[Parameter]"]
-Record = dict[str, "str | dict[str, Method]"]
+Record = dict[str, Any]
+Definition = ast.ClassDef | Function
 
 
 class UsageError(Exception):
@@ -33,7 +38,7 @@ class UsageError(Exception):
 
 class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; usage: {self.prog} WHEEL_OR_FOLDER MODULE CLASS [--out FILE]")
+        raise UsageError(f"{message}; usage: {self.prog} WHEEL_OR_FOLDER MODULE NAME [MODULE NAME ...] [--out FILE]")
 
 
 class Package:
@@ -78,12 +83,12 @@ class Package:
         raise UsageError(f"{self.path} has no *.dist-info that lists {file}, so its version is unknown")
 
 
-def find_class(package: Package, module: str, name: str) -> tuple[str, ast.ClassDef]:
-    """The file and the definition of a class, followed through `from .x import Class` to where it stands."""
+def find(package: Package, module: str, name: str) -> tuple[str, Definition]:
+    """The file and the definition of a class or function, followed through `from .x import Name` to where it stands."""
     file = package.source_of(module)
     tree = ast.parse(package.read(file), file)
     for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
+        if isinstance(node, Definition) and node.name == name:
             return file, node
     parent = module if file.endswith("/__init__.py") else module.rpartition(".")[0]
     for node in tree.body:
@@ -91,8 +96,8 @@ def find_class(package: Package, module: str, name: str) -> tuple[str, ast.Class
             continue
         for alias in node.names:
             if (alias.asname or alias.name) == name:
-                return find_class(package, absolute(node, parent), alias.name)
-    raise UsageError(f"{file} has no class {name}")
+                return find(package, absolute(node, parent), alias.name)
+    raise UsageError(f"{file} has no class or function {name}")
 
 
 def absolute(node: ast.ImportFrom, parent: str) -> str:
@@ -118,36 +123,68 @@ def parameters(function: Function, bound: bool) -> Iterator[Parameter]:
 
 
 def methods(definition: ast.ClassDef) -> dict[str, Method]:
-    """The constructor and the public methods that the class itself defines; properties are no methods."""
+    """The constructor and the public methods that the class itself defines; properties are no methods.
+
+    `__new__` stands for the constructor where that is all there is.
+    """
     found: dict[str, Method] = {}
     for node in definition.body:
-        if not isinstance(node, Function) or (node.name.startswith("_") and node.name != "__init__"):
+        if not isinstance(node, Function) or (node.name.startswith("_") and node.name not in CONSTRUCTORS):
             continue
         decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
         if "property" in decorators or any(name.endswith(".setter") for name in decorators):
             continue
         static = "staticmethod" in decorators
         found[node.name] = {"static": static, "parameters": list(parameters(node, bound=not static))}
+    if "__init__" not in found and any(ast.unparse(made).startswith("dataclass") for made in definition.decorator_list):
+        constructor: Method = {"static": False, "parameters": list(fields(definition))}
+        found = {"__init__": constructor, **found}
     return found
+
+
+def fields(definition: ast.ClassDef) -> Iterator[Parameter]:
+    """A dataclass's own fields as its constructor's parameters, those given by keyword only last."""
+    keyword_only = []
+    for node in definition.body:
+        if not isinstance(node, ast.AnnAssign) or "ClassVar" in ast.unparse(node.annotation):
+            continue
+        told, kind = {"name": ast.unparse(node.target)}, KINDS[1]
+        if isinstance(node.value, ast.Call) and ast.unparse(node.value.func).endswith("field"):
+            given = {word.arg: ast.unparse(word.value) for word in node.value.keywords}
+            kind = KINDS[3] if given.get("kw_only") == "True" else kind
+            default = given.get("default", "None" if "default_factory" in given else "")
+        else:
+            default = ast.unparse(node.value) if node.value is not None else ""
+        made = told | {"kind": kind} | ({"default": default} if default else {})
+        if kind == KINDS[3]:
+            keyword_only.append(made)
+        else:
+            yield made
+    yield from keyword_only
 
 
 def record(path: Path, module: str, name: str) -> Record:
     package = Package(path)
     try:
-        file, definition = find_class(package, module, name)
+        file, definition = find(package, module, name)
     except (SyntaxError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} holds a source that does not parse: {error}") from error
     except RecursionError as error:
         raise UsageError(f"{module} imports {name} in a circle") from error
     distribution, version = package.distribution(file)
-    return {
-        "distribution": distribution,
-        "version": version,
-        "module": module,
-        "class": name,
-        "source": file,
-        "methods": methods(definition),
-    }
+    made: Record = {"distribution": distribution, "version": version, "module": module}
+    if isinstance(definition, ast.ClassDef):
+        return made | {"class": name, "source": file, "methods": methods(definition)}
+    return made | {"function": name, "source": file, "parameters": list(parameters(definition, bound=False))}
+
+
+def record_all(path: Path, pairs: list[tuple[str, str]]) -> Record:
+    """One record, or one with parts, which share the distribution and its version."""
+    made = [record(path, module, name) for module, name in pairs]
+    if len(made) == 1:
+        return made[0]
+    shared = {name: made[0][name] for name in ("distribution", "version")}
+    return shared | {"parts": [{name: part[name] for name in part if name not in shared} for part in made]}
 
 
 def as_json(value: object, depth: int = 0) -> str:
@@ -166,10 +203,14 @@ def run(arguments: list[str]) -> None:
     parser = OneLineParser(prog="record_signatures.py", description=__doc__, formatter_class=raw)
     parser.add_argument("path", metavar="WHEEL_OR_FOLDER", type=Path)
     parser.add_argument("module", metavar="MODULE", help="dotted name, such as deep_ep")
-    parser.add_argument("name", metavar="CLASS", help="such as Buffer; followed to where the module imports it from")
+    parser.add_argument("name", metavar="NAME", help="such as Buffer; followed to where the module imports it from")
+    parser.add_argument("more", metavar="MODULE NAME", nargs="*", help="more of them")
     parser.add_argument("--out", metavar="FILE", type=Path, help="instead of stdout")
     args = parser.parse_args(arguments)
-    text = as_json(record(args.path, args.module, args.name)) + "\n"
+    words = [args.module, args.name, *args.more]
+    if len(words) % 2:
+        raise UsageError(f"{words[-1]} has no NAME behind it")
+    text = as_json(record_all(args.path, list(zip(words[::2], words[1::2], strict=True)))) + "\n"
     if args.out is None:
         sys.stdout.write(text)
         return

@@ -1,0 +1,88 @@
+"""The report in a few lines of Markdown, for a chat or a CI summary: what is red, who wins where, what did not run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from tools.report_cases import win_spans
+from tools.report_history import history
+from tools.report_model import Report, counted, row_label
+
+SIGNS = {"red": "🔴", "amber": "🟡", "green": "🟢", "grey": "⚪"}
+LINES = 10  # of each list; the page has the rest
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~@&])")  # @: a name in a reason must not call a person
+
+
+def markdown(report: Report) -> str:
+    """Headline first; a list is cut after LINES, and says so."""
+    parts = [f"## {SIGNS[report.level]} {plain(report.options.title)}: {plain(report.headline)}"]
+    if report.stale and report.newest:
+        parts.append(f"**No data since {report.newest:%Y-%m-%d %H:%M} UTC.**")
+    told = [plain(each) for each in (report.status_text, *report.cautions) if each]
+    if told:
+        parts.append(" · ".join(told))
+    if report.gate:
+        parts += _gate(report)
+    parts += _list("Red rows", [f"{row_label(row)}: {row['status']}, {row['reason']}" for row in report.red])
+    spans = [f"{panel.label}: {'; '.join(win_spans(panel))}" for panel in report.panels if panel.ranking]
+    parts += _list("Fastest", spans)
+    parts += _compared(report)
+    parts += _list("Changed level", _changes(report))
+    parts += _list(
+        "Not run", [f"{each['variant']} ({each['count']}): {each['status']}, {each['reason']}" for each in report.not_run]
+    )
+    parts += [plain(f"Note: {notice}") for notice in report.results.notices]
+    if report.options.page:
+        parts.append(f"Page: {plain(report.options.page)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def plain(text: str) -> str:
+    """A text from a file as text: one line, no markup, no mention."""
+    return _SPECIAL.sub(_entity, " ".join(text.split()))
+
+
+def _entity(match: re.Match[str]) -> str:
+    return f"&#{ord(match[1])};"
+
+
+def _list(title: str, lines: Sequence[str]) -> list[str]:
+    if not lines:
+        return []
+    shown = [f"- {plain(line)}" for line in lines[:LINES]]
+    if len(lines) > LINES:
+        shown.append(f"- and {len(lines) - LINES} more on the page")
+    return [f"**{title}**\n\n" + "\n".join(shown)]
+
+
+def _gate(report: Report) -> list[str]:
+    gate = report.gate
+    assert gate is not None
+    counts = ", ".join(f"{count} {word}" for word, count in gate.counts.items())
+    lines = []
+    for verdict in gate.red:
+        change = "" if verdict.change_pct is None else f" {verdict.change_pct:+.1f} %"
+        lines.append(f"{verdict.word}{change}: {verdict.label}. {verdict.reason}")
+    return [plain(gate.line), plain(f"Verdicts: {counts}"), *_list("Red verdicts", lines)]
+
+
+def _compared(report: Report) -> list[str]:
+    if report.baseline is None or report.gate:
+        return []
+    lines = [
+        f"{pair.change_pct:+.1f} % ({pair.baseline_us:.1f} to {pair.new_us:.1f} us): {row_label(pair.case.current[0])}"
+        for pair in report.compared
+    ]
+    title = f"Beside the baseline: {counted(len(report.compared), 'case')}, no verdict"
+    return _list(title, lines) or [f"**{title}**"]
+
+
+def _changes(report: Report) -> list[str]:
+    """The newest change point of each case that has one."""
+    found = []
+    for case in report.cases.values():
+        if len(case.rows) > 1 and (changes := history(case).changes):
+            found.append((changes[-1], row_label(case.current[0])))
+    found.sort(key=lambda each: -abs(each[0].pct))
+    return [f"{change.pct:+.1f} % from {change.run}: {label}" for change, label in found]

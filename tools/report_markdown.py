@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from tools.report_cases import win_spans
 from tools.report_history import history
-from tools.report_model import Report, counted, row_label
+from tools.report_model import Report, counted, percent, row_label
 
 SIGNS = {"red": "🔴", "amber": "🟡", "green": "🟢", "grey": "⚪"}
 LINES = 10  # of each list; the page has the rest
-_SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~@&])")  # @: a name in a reason must not call a person
+_SPECIAL = re.compile(r"[\\`*\[\]<>|~]")  # an underscore within a word is none of Markdown's business
 
 
 def markdown(report: Report) -> str:
@@ -39,12 +39,8 @@ def markdown(report: Report) -> str:
 
 
 def plain(text: str) -> str:
-    """A text from a file as text: one line, no markup, no mention."""
-    return _SPECIAL.sub(_entity, " ".join(text.split()))
-
-
-def _entity(match: re.Match[str]) -> str:
-    return f"&#{ord(match[1])};"
+    """A text from a file as text: one line, no markup, and nobody is called by an @ in it."""
+    return _SPECIAL.sub(r"\\\g<0>", " ".join(text.split())).replace("&", "&amp;").replace("@", "&#64;")
 
 
 def _list(title: str, lines: Sequence[str]) -> list[str]:
@@ -62,7 +58,7 @@ def _gate(report: Report) -> list[str]:
     counts = ", ".join(f"{count} {word}" for word, count in gate.counts.items())
     lines = []
     for verdict in gate.red:
-        change = "" if verdict.change_pct is None else f" {verdict.change_pct:+.1f} %"
+        change = "" if verdict.change_pct is None else f" {percent(verdict.change_pct)}"
         lines.append(f"{verdict.word}{change}: {verdict.label}. {verdict.reason}")
     return [plain(gate.line), plain(f"Verdicts: {counts}"), *_list("Red verdicts", lines)]
 
@@ -71,7 +67,7 @@ def _compared(report: Report) -> list[str]:
     if report.baseline is None or report.gate:
         return []
     lines = [
-        f"{pair.change_pct:+.1f} % ({pair.baseline_us:.1f} to {pair.new_us:.1f} us): {row_label(pair.case.current[0])}"
+        f"{percent(pair.change_pct)} ({pair.baseline_us:.1f} to {pair.new_us:.1f} us): {row_label(pair.case.current[0])}"
         for pair in report.compared
     ]
     title = f"Beside the baseline: {counted(len(report.compared), 'case')}, no verdict"
@@ -85,4 +81,4 @@ def _changes(report: Report) -> list[str]:
         if len(case.rows) > 1 and (changes := history(case).changes):
             found.append((changes[-1], row_label(case.current[0])))
     found.sort(key=lambda each: -abs(each[0].pct))
-    return [f"{change.pct:+.1f} % from {change.run}: {label}" for change, label in found]
+    return [f"{percent(change.pct)} from {change.run}: {label}" for change, label in found]

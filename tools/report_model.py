@@ -114,6 +114,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def percent(value: float) -> str:
+    """With its sign; what rounds to nothing has none."""
+    return f"{value:+.1f} %" if abs(value) >= 0.05 else "0.0 %"
+
+
 def _cases_text(rows: Sequence[Row]) -> str:
     """`timing e2e, graph · tokens 4096 · dispatch bf16, fp8`."""
     parts = []

@@ -16,16 +16,18 @@ from tools.report_data import wire_peak_gbps
 from tools.report_environment import Difference, baseline_differences, run_differences
 from tools.report_history import History, history
 from tools.report_looks import PHASES, Look, phase_css
-from tools.report_model import Report, counted, row_label
+from tools.report_model import Report, counted, percent, row_label
 from tools.report_verdicts import Gate, Verdict
 
 if TYPE_CHECKING:
     from tools.report_plots import Drawing
 
+PAIRS_OPEN = 8  # beside a baseline: the largest changes, the others at a click
 TEMPLATES = Path(__file__).resolve().parent / "templates"
-PANELS_DRAWN, SPARKS_DRAWN, LINES_SHOWN = 20, 100, 200  # drawing is the slow part: 25 ms a plot, 4 ms a small line
+PANELS_DRAWN, CASES_DRAWN = 20, 1500  # drawing is the slow part, and the largest: per case 1.5 ms and 1.5 KB of a page
+SPARKS_DRAWN, LINES_SHOWN = 100, 200
 SHAPE = (
-    ("device", "{}"), ("world", "{} ranks"), ("nodes", "{} node(s)"), ("num_experts", "{} experts"), ("topk", "top-{}"),
+    ("device", "{}"), ("world", "{} ranks"), ("num_experts", "{} experts"), ("topk", "top-{}"),
     ("hidden", "hidden {}"), ("inter", "inter {}"), ("routing", "routing {}"), ("seed", "seed {}"),
 )  # fmt: skip
 
@@ -43,6 +45,8 @@ def shape_text(panels: Sequence[Panel]) -> str:
         values = {panel.head[name] for panel in panels}
         if len(values) == 1:
             told.append(form.format(*values))
+    if any(panel.head["nodes"] not in ("", "1") for panel in panels):
+        told.append("nodes " + ", ".join(sorted({panel.head["nodes"] for panel in panels})))
     return " · ".join(told)
 
 
@@ -82,11 +86,13 @@ def panel_views(report: Report, looks: Mapping[str, Look]) -> list[dict[str, Any
     views: list[dict[str, Any]] = []
     opened: set[str] = set()
     measured = [(number_, panel) for number_, panel in enumerate(report.panels) if panel.ranking]
+    room = CASES_DRAWN
     for place, (number_, panel) in enumerate(measured):
         section = panel.head["section"]
         current = [row for case in panel.cases for row in case.current if row["status"] == "ok"]
         peak = wire_peak_gbps(report.results, current)
-        drawn = place < PANELS_DRAWN
+        drawn = place == 0 or (place < PANELS_DRAWN and room >= len(panel.cases))
+        room -= len(panel.cases) if drawn else 0
         runs = sorted({row["run"] for row in current})
         views.append(
             {
@@ -165,7 +171,7 @@ def render(report: Report) -> str:
     loader = jinja2.FileSystemLoader(TEMPLATES)
     env = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     env.filters["figure"] = lambda value: "" if value is None else figure_text(value)
-    env.filters["change"] = lambda value: "" if value is None else f"{value:+.1f} %"
+    env.filters["change"] = lambda value: "" if value is None else percent(value)
     env.filters["svg"] = Markup  # drawn by tools/report_svg.py, which escapes what comes from files
     script = (TEMPLATES / "report.js").read_text()
     with styled():
@@ -189,6 +195,7 @@ def render(report: Report) -> str:
         counted=counted,
         phase_css=phase_css,
         lines_shown=LINES_SHOWN,
+        pairs_open=PAIRS_OPEN,
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         rows_json=Markup(_script_safe(table_data(report.results.rows))),

@@ -18,7 +18,9 @@ WIDTH_PT, HEIGHT_PT = 480.0, 270.0
 LEFT_PT, RIGHT_PT, TOP_PT, BOTTOM_PT = 52.0, 12.0, 10.0, 40.0
 TICK_GAP_PT = 24.0  # tick labels closer than this would run into each other
 PHASE_POINTS = 3  # numbers of tokens shown in the phases plot: the least, a middle one and the most
-BAR_PT, BAR_HEAD_PT, BAR_FOOT_PT, BAR_LEFT_PT, BAR_GAP_PT = 20.0, 24.0, 34.0, 126.0, 14.0
+BAR_MOST_PT, BAR_LEAST_PT, BAR_HEAD_PT, BAR_FOOT_PT, BAR_GAP_PT = 36.0, 17.0, 24.0, 40.0, 14.0
+LETTER_PT = 6.0  # of a label, wide enough for the fonts that browsers take
+LEG_HEAD_PT = 24.0
 SPARK_WIDTH_PT, SPARK_HEIGHT_PT = 180.0, 34.0
 SPARK_LEAST_SPAN = 0.10  # of the median: noise of 1 % must not look like a mountain range
 
@@ -82,15 +84,15 @@ def _lines(
         return None
     figure = new_figure(WIDTH_PT, HEIGHT_PT)
     width = WIDTH_PT - LEFT_PT - RIGHT_PT
-    axes = figure.add_axes(_box(LEFT_PT, width))
+    axes = figure.add_axes(_box(LEFT_PT, width, TOP_PT))
     tips, classes = _draw_lines(axes, points, looks, unit, "")
     TokenAxis(points).apply(axes, width)
     scale(axes, [value for values in points.values() for value in values.values()])
     return Drawing(title, inline(figure, salt, title, tips, classes))
 
 
-def _box(left_pt: float, width_pt: float) -> tuple[float, float, float, float]:
-    height = HEIGHT_PT - TOP_PT - BOTTOM_PT
+def _box(left_pt: float, width_pt: float, top_pt: float) -> tuple[float, float, float, float]:
+    height = HEIGHT_PT - top_pt - BOTTOM_PT
     return left_pt / WIDTH_PT, BOTTOM_PT / HEIGHT_PT, width_pt / WIDTH_PT, height / HEIGHT_PT
 
 
@@ -156,8 +158,8 @@ def bandwidth_plot(panel: Panel, looks: Mapping[str, Look], salt: str, peak_gbps
     tips: dict[str, list[str]] = {}
     classes: dict[str, str] = {}
     for number, (leg, points) in enumerate(legs):
-        axes = figure.add_axes(_box(LEFT_PT + number * (width + gap), width))
-        axes.set_title(leg, y=0.9, x=0.98, ha="right")
+        axes = figure.add_axes(_box(LEFT_PT + number * (width + gap), width, LEG_HEAD_PT))
+        axes.set_title(leg)
         more_tips, more_classes = _draw_lines(axes, points, looks, f"GB/s, {leg}", leg)
         tips |= more_tips
         classes |= more_classes
@@ -181,13 +183,15 @@ def phases_plot(panel: Panel, salt: str) -> Drawing | None:
     if not labels:
         return None
     chosen = sorted({tokens[0], tokens[len(tokens) // 2], tokens[-1]})[:PHASE_POINTS]
-    height = BAR_HEAD_PT + BAR_FOOT_PT + BAR_PT * max(len(labels), 4)
+    room = HEIGHT_PT - BAR_HEAD_PT - BAR_FOOT_PT
+    height = HEIGHT_PT - room + len(labels) * min(max(room / len(labels), BAR_LEAST_PT), BAR_MOST_PT)
     figure = new_figure(WIDTH_PT, height)
-    width = (WIDTH_PT - BAR_LEFT_PT - RIGHT_PT - BAR_GAP_PT * (len(chosen) - 1)) / len(chosen)
+    names_pt = 10 + LETTER_PT * max(len(short(label)) for label in labels)
+    width = (WIDTH_PT - names_pt - RIGHT_PT - BAR_GAP_PT * (len(chosen) - 1)) / len(chosen)
     tips: dict[str, list[str]] = {}
     totals = panel.points(LATENCY)
     for column, at in enumerate(chosen):
-        left = (BAR_LEFT_PT + column * (width + BAR_GAP_PT)) / WIDTH_PT
+        left = (names_pt + column * (width + BAR_GAP_PT)) / WIDTH_PT
         box = (left, BAR_FOOT_PT / height, width / WIDTH_PT, 1 - (BAR_HEAD_PT + BAR_FOOT_PT) / height)
         axes = figure.add_axes(box)
         axes.set_title(f"{at} tokens")
@@ -221,7 +225,7 @@ def _draw_bars(
         if total is not None:
             axes.plot([total, total], [place - 0.42, place + 0.42], color=INK, linewidth=1.6, solid_capstyle="butt")
         widest = max(widest, start, total or 0.0)
-    axes.set_ylim(max(len(labels), 4) - 0.4, -0.6)
+    axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.set_xlim(0, widest * 1.06 or 1.0)
     ticks = [float(tick) for tick in MaxNLocator(3).tick_values(0, widest) if 0 <= tick <= widest * 1.06]
     fixed_ticks(axes.xaxis, ticks, [figure_text(tick) for tick in ticks])

@@ -45,7 +45,16 @@ STYLE = {
     "axes.facecolor": "none",
 }
 _PROLOG = re.compile(r"^.*?(?=<svg)", re.DOTALL)
-_METADATA = re.compile(r"\s*<metadata>.*?</metadata>", re.DOTALL)
+# What a page does not need: who drew it, a style sheet that would hold for the whole page, fonts (the page has its own),
+# turns by nothing. Then white space, and digits below a hundredth of a point.
+_NEEDLESS = re.compile(
+    r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>|font-family: [^;\"]*; |"
+    r' transform="rotate\(-0 [^\"]*\"',
+    re.DOTALL,
+)
+_SPACE = re.compile(r"(?<=>)\s+(?=<)|\s+(?=\")")
+_DIGITS = re.compile(r"(\.\d\d)\d+")
+_INSIDE = re.compile(r"<[^>]*>")
 _SIZE = re.compile(r'<svg ([^>]*?)width="[\d.]+pt" height="[\d.]+pt"([^>]*)>|<svg ([^>]*)>')
 _MARK = re.compile(r'<g id="([^"]*)">|<use ')
 
@@ -77,10 +86,15 @@ def inline(figure: Figure, salt: str, label: str, tips: Mapping[str, Sequence[st
     out = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": salt}):
         figure.savefig(out, format="svg", dpi=DPI)
-    text = _METADATA.sub("", _PROLOG.sub("", out.getvalue()))
+    text = _INSIDE.sub(_rounded, _SPACE.sub("", _NEEDLESS.sub("", _PROLOG.sub("", out.getvalue()))))
     words = html.escape(label, quote=True)
     text = _SIZE.sub(lambda m: f'<svg {m[1] or m[3] or ""}{m[2] or ""} role="img" aria-label="{words}">', text, count=1)
     return with_css_colours(_with_words(text, tips, classes)).strip()
+
+
+def _rounded(element: re.Match[str]) -> str:
+    """Shorter digits and no line breaks within an element; the texts between elements stay as they are."""
+    return " ".join(_DIGITS.sub(r"\1", element[0]).split())
 
 
 def _with_words(svg: str, tips: Mapping[str, Sequence[str]], classes: Mapping[str, str]) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tools.report_cases import FORMAT_COLUMNS, PANEL_COLUMNS, SERIES_COLUMNS, marks
+from lib.rows import STATUSES
+from tools.report_cases import FORMAT_COLUMNS, PANEL_COLUMNS, RED, marks
 from tools.report_data import Row, number
 
-# heading, column; in this order
-LABELS = (("status", "status"), ("section", "section"), ("variant", "variant"), ("timing", "timing"))
-FIGURES = (
+LABELS = ("section", "variant", "timing")
+SETTINGS = (*FORMAT_COLUMNS, "num_sms", *(name for name in PANEL_COLUMNS if name not in ("section", "timing")))
+ORDER = (*RED, *(status for status in STATUSES if status not in RED))
+FIGURES = (  # heading, column
     ("p50 us", "lat_us_p50"),
     ("p90 us", "lat_us_p90"),
     ("quant", "quant_us"),
@@ -26,8 +28,6 @@ FIGURES = (
     ("% of light", "sol_pct"),
     ("acc loss %", "acc_loss_pct"),
 )
-ALWAYS = ("section", "variant", "timing")
-OWN_TEXT = ("check", "run")
 
 
 class Words:
@@ -43,25 +43,33 @@ class Words:
 def table_data(rows: Sequence[Row]) -> dict[str, Any]:
     """{"columns": [[heading, kind]], "words": [...], "rows": [[...]]}; kind t = word, n = number or null, r = repro.
 
-    Columns that are blank throughout are left out; an input that never differs is too: the page's head tells it.
+    Red rows come first, then newest runs. Columns that are blank throughout are left out, and settings of one value only.
     """
     words = Words()
-    inputs = [name for name in (*PANEL_COLUMNS, *FORMAT_COLUMNS, *SERIES_COLUMNS) if name not in ALWAYS]
-    differing = [name for name in inputs if len({row[name] for row in rows}) > 1]
+    differing = [name for name in SETTINGS if len({row[name] for row in rows} - {""}) > 1]
     figures = [(heading, name) for heading, name in FIGURES if any(row[name] for row in rows)]
-    texts = [*LABELS, *((name, name) for name in differing)]
-    columns = [[heading, "t"] for heading, _ in texts] + [["tokens", "n"]]
+    columns = [["status", "t"], ["repro", "r"], *([name, "t"] for name in LABELS), ["tokens", "n"]]
+    columns += [[name, "t"] for name in differing]
     columns += [[heading, "n"] for heading, _ in figures]
-    columns += [["check", "t"], ["marks", "t"], ["run", "t"], ["reason", "t"], ["repro", "r"]]
+    columns += [["check", "t"], ["marks", "t"], ["run", "t"], ["reason", "t"]]
     lines = []
-    for row in rows:
-        line: list[Any] = [words(row[name]) for _, name in texts]
+    for row in sorted(newest_first(rows), key=lambda row: ORDER.index(row["status"]) if row["status"] in ORDER else 0):
+        line: list[Any] = [words(row["status"]), [words(part) for part in row["repro"].split(" ")]]
+        line += [words(row[name]) for name in LABELS]
         line.append(_short(number(row, "tokens")))
+        line += [words(row[name]) for name in differing]
         line += [_short(number(row, name)) for _, name in figures]
         line += [words(row["check"]), words(", ".join(marks(row))), words(row["run"]), words(row["reason"])]
-        line.append([words(part) for part in row["repro"].split(" ")])
         lines.append(line)
     return {"columns": columns, "words": list(words.numbers), "rows": lines}
+
+
+def newest_first(rows: Sequence[Row]) -> list[Row]:
+    """Runs newest first, each in its own order. `rows`: oldest run first."""
+    by_run: dict[str, list[Row]] = {}
+    for row in rows:
+        by_run.setdefault(row["run"], []).append(row)
+    return [row for run in reversed(by_run) for row in by_run[run]]
 
 
 def _short(value: float | None) -> float | int | None:

@@ -25,6 +25,7 @@ LATENCY = "lat_us_p50"
 # apart at most by graph, more than 10 % in every fourth case by the host-driven methods.
 LEVEL_RATIO = {"graph": 1.03, "kernel": 1.03}
 LEVEL_RATIO_HOST = 1.10
+NAMES_TOLD = 4  # of variants that are level
 
 Key = tuple[str, ...]
 
@@ -194,26 +195,33 @@ def wins(panel: Panel) -> list[Win]:
 
 
 def win_spans(panel: Panel) -> list[str]:
-    """`deepep_ll at 8 to 256 tokens (next takes 2.1 to 3.4 times as long)`, one a stretch of tokens with the same winner."""
-    spans: list[list[Win]] = []
+    """`deepep_ll at 8 to 256 tokens (next takes 2.10 to 3.40 times as long)`, one a stretch with the same winner.
+
+    Points without a clear winner are a stretch of their own: `level at 1 to 4 tokens: a, b`.
+    """
+    spans: list[tuple[str, list[Win]]] = []
     for win in wins(panel):
-        if spans and spans[-1][0].label == win.label:
-            spans[-1].append(win)
+        winner = "" if win.level else win.label
+        if spans and spans[-1][0] == winner:
+            spans[-1][1].append(win)
         else:
-            spans.append([win])
-    return [_span_text(span) for span in spans]
+            spans.append((winner, [win]))
+    return [_span_text(winner, span) for winner, span in spans]
 
 
-def _span_text(span: Sequence[Win]) -> str:
+def _span_text(winner: str, span: Sequence[Win]) -> str:
     first, last = span[0].tokens, span[-1].tokens
-    where = f"{first}" if first == last else f"{first} to {last}"
+    where = f"at {first} tokens" if first == last else f"at {first} to {last} tokens"
+    if not winner:
+        names = list(dict.fromkeys(name for win in span for name in (win.label, win.second)))
+        told = ", ".join(names) if len(names) <= NAMES_TOLD else f"{len(names)} variants"
+        return f"level {where}: {told}"
     leads = sorted(win.lead for win in span if win.lead is not None)
     if not leads:
-        return f"{span[0].label} at {where} tokens, alone"
+        return f"{winner} {where}, alone"
     low, high = (f"{lead:.2f}" for lead in (leads[0], leads[-1]))
     ahead = low if low == high else f"{low} to {high}"
-    level = ", level" if all(win.level for win in span) else ""
-    return f"{span[0].label} at {where} tokens (next takes {ahead} times as long{level})"
+    return f"{winner} {where} (next takes {ahead} times as long)"
 
 
 MARKS = (

@@ -29,9 +29,7 @@ def markdown(report: Report) -> str:
     parts += _list("Fastest", spans)
     parts += _compared(report)
     parts += _list("Changed level", _changes(report))
-    parts += _list(
-        "Not run", [f"{each['variant']} ({each['count']}): {each['status']}, {each['reason']}" for each in report.not_run]
-    )
+    parts += _list("Not run", _not_run(report))
     parts += [plain(f"Note: {notice}") for notice in report.results.notices]
     if report.options.page:
         parts.append(f"Page: {plain(report.options.page)}")
@@ -52,6 +50,19 @@ def _list(title: str, lines: Sequence[str]) -> list[str]:
     return [f"**{title}**\n\n" + "\n".join(shown)]
 
 
+def _not_run(report: Report) -> list[str]:
+    """One line a variant and status, with the first of its reasons."""
+    groups: dict[tuple[str, str], list[dict[str, str]]] = {}
+    for each in report.not_run:
+        groups.setdefault((each["variant"], each["status"]), []).append(each)
+    lines = []
+    for (variant, status), members in groups.items():
+        count = sum(int(each["count"]) for each in members)
+        more = f" (and {counted(len(members) - 1, 'other reason')})" if len(members) > 1 else ""
+        lines.append(f"{variant}: {count} {status}, {members[0]['reason']}{more}")
+    return lines
+
+
 def _gate(report: Report) -> list[str]:
     gate = report.gate
     assert gate is not None
@@ -59,7 +70,7 @@ def _gate(report: Report) -> list[str]:
     lines = []
     for verdict in gate.red:
         change = "" if verdict.change_pct is None else f" {percent(verdict.change_pct)}"
-        lines.append(f"{verdict.word}{change}: {verdict.label}. {verdict.reason}")
+        lines.append(f"{verdict.word}{change}: {row_label(verdict.key)}. {verdict.reason}")
     return [plain(gate.line), plain(f"Verdicts: {counts}"), *_list("Red verdicts", lines)]
 
 

@@ -22,7 +22,7 @@ from tools.report_verdicts import Gate, Verdict
 if TYPE_CHECKING:
     from tools.report_plots import Drawing
 
-PAIRS_OPEN = 8  # beside a baseline: the largest changes, the others at a click
+LINES_OPEN = 8  # of red rows, and of those beside a baseline; the others at a click
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 PANELS_DRAWN, CASES_DRAWN = 20, 1500  # drawing is the slow part, and the largest: per case 1.5 ms and 1.5 KB of a page
 SPARKS_DRAWN, LINES_SHOWN = 100, 200
@@ -195,7 +195,7 @@ def render(report: Report) -> str:
         counted=counted,
         phase_css=phase_css,
         lines_shown=LINES_SHOWN,
-        pairs_open=PAIRS_OPEN,
+        lines_open=LINES_OPEN,
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         rows_json=Markup(_script_safe(table_data(report.results.rows))),

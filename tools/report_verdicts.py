@@ -9,19 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from tools.report_cases import LATENCY, Case, Key, case_key, middle
-from tools.report_data import Results, UsageError, stamp_order
+from tools.report_data import Results, Row, UsageError, stamp_order
 
 SCHEMA = 1
 GLOB = "verdicts_*.json"
-WORDS = ("REGRESSED", "LOST", "NO_BASELINE", "INCOMPARABLE", "INCONCLUSIVE", "IMPROVED", "OK")
-LABEL_COLUMNS = ("section", "variant", "timing", "dispatch_dtype", "tokens")
+LABEL_COLUMNS = ("section", "variant", "timing", "dispatch_dtype", "tokens")  # what a reader is told of the key
 
 
 @dataclass(frozen=True)
 class Verdict:
     """One row's verdict; figures are in the metric's unit, `change_pct` above 0 is worse."""
 
-    key: dict[str, str]
+    key: Row
     word: str
     red: bool
     reason: str
@@ -31,10 +30,6 @@ class Verdict:
     threshold_pct: float | None
     starts: str
     repro: str
-
-    @property
-    def label(self) -> str:
-        return " · ".join(self.key[name] for name in LABEL_COLUMNS if self.key.get(name))
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,7 @@ def read_gate(path: Path) -> Gate:
 def _verdict(record: Mapping[str, Any]) -> Verdict:
     again = f", {record['again']} of them again" if record["again"] else ""
     return Verdict(
-        key={name: str(value) for name, value in record.items() if isinstance(value, str)},
+        key={name: str(record[name]) for name in LABEL_COLUMNS},
         word=str(record["verdict"]),
         red=bool(record["red"]),
         reason=str(record["reason"]),

@@ -26,7 +26,7 @@ def find_browser() -> str | None:
 
 
 class Browser:
-    """One tab. `errors` holds console errors and uncaught exceptions, policy violations included, since it was opened."""
+    """One tab. `errors`: console errors and uncaught exceptions, policy violations included, of all pages opened."""
 
     def __init__(self, program: str, folder: Path) -> None:
         to_it, our_end = os.pipe()
@@ -74,7 +74,9 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """The value of an expression, awaited if it is a promise."""
-        answer = self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True, userGesture=True)
+        answer = self.ask(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True, userGesture=True
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 

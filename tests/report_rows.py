@@ -50,13 +50,21 @@ def many_rows(count: int) -> list[dict[str, object]]:
         us = (20 + tokens / (4 + variants.index(variant))) * noise.gauss(1, 0.02)
         columns = {"stamp": night(number // len(points)), "variant": variant, "timing": timing, "tokens": tokens}
         columns |= {"dispatch_dtype": dtype, "iters_per_graph": 50 if timing == "graph" else None}
-        columns["repro"] = f"SECTION=comm GPUS=2 COMM_LIST={variant} TOKENS={tokens} DISPATCH_DTYPE={dtype} TIMING={timing} ./run.sh"
+        columns["repro"] = (
+            f"SECTION=comm GPUS=2 COMM_LIST={variant} TOKENS={tokens} DISPATCH_DTYPE={dtype} TIMING={timing} ./run.sh"
+        )
         if number % 50 == 7:
             made.append(row(**columns, status="failed", reason=f"rank {number % 2} died in phase time"))
         elif power > 9 and variant.endswith("_ll"):
-            made.append(row(**columns, status="unsupported", reason=f"TOKENS={tokens} takes {tokens} slots, ll has 511"))
+            made.append(
+                row(**columns, status="unsupported", reason=f"TOKENS={tokens} takes {tokens} slots, ll has 511")
+            )
         else:
             figures = {"lat_us_p50": us, "lat_us_p90": us * 1.04, "dispatch_us": us * 0.45, "combine_us": us * 0.5}
-            figures |= {"dispatch_wire_gbps": tokens * 14.3 / us, "combine_wire_gbps": tokens * 14.0 / us, "sol_pct": 1e3 / us}
+            figures |= {
+                "dispatch_wire_gbps": tokens * 14.3 / us,
+                "combine_wire_gbps": tokens * 14.0 / us,
+                "sol_pct": 1e3 / us,
+            }
             made.append(row(**columns, **figures))
     return made

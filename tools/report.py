@@ -15,7 +15,6 @@ import argparse
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import NoReturn

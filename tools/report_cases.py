@@ -21,8 +21,8 @@ PANEL_COLUMNS = tuple(
 ASKED_FORMATS = "comm"  # there the user asks for a format; elsewhere it belongs to the variant, and variants compete
 RED = ("wrong", "failed", "timeout")
 LATENCY = "lat_us_p50"
-# Leads up to this are called level. Two starts of the same 24 cases on one machine (docs/measured/comm_h200x2*.csv): 1.4 %
-# apart at most by graph, more than 10 % in every fourth case by the host-driven methods.
+# Leads up to this are called level. Two starts of the same 21 cases on one machine (docs/measured/comm_h200x2*.csv) lay
+# 1.4 % apart at most by graph, more than 10 % in every fourth case by the host-driven methods.
 LEVEL_RATIO = {"graph": 1.03, "kernel": 1.03}
 LEVEL_RATIO_HOST = 1.10
 NAMES_TOLD = 4  # of variants that are level

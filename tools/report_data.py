@@ -17,7 +17,9 @@ from lib.rows import COLUMNS, HEADER, SchemaError, read_rows
 Row = dict[str, str]  # the columns of lib/rows.py, and `run`: the night of a night's file, else the stamp
 
 STAMP = re.compile(r"(\d{8}T\d{6}Z)(?:-(\d+))?")
-NIGHT_COLUMNS = "night,start,"  # what night_<night>.csv and baseline_<machine>.csv have in front of the schema's columns
+NIGHT_COLUMNS = (
+    "night,start,"  # what night_<night>.csv and baseline_<machine>.csv have in front of the schema's columns
+)
 FIRST_COLUMNS = (NIGHT_COLUMNS, HEADER.partition(",")[0] + ",")
 
 
@@ -79,10 +81,7 @@ def read_results(paths: Sequence[Path], only: Sequence[tuple[str, str]] = ()) ->
     problems: list[str] = []
     for path in paths:
         for file in _csv_files(path, results.notices):
-            try:
-                _add_file(results, file, seen, only)
-            except (SchemaError, OSError) as error:
-                problems.append(str(error))
+            problems += _add_file(results, file, seen, only)
     if problems and not results.files:
         raise UsageError(problems[0])
     results.notices += [f"left out: {problem}" for problem in problems]
@@ -110,9 +109,12 @@ def _looks_like_rows(path: Path) -> bool:
         return False
 
 
-def _add_file(results: Results, path: Path, seen: set[tuple[str, ...]], only: Sequence[tuple[str, str]]) -> None:
-    """Raises SchemaError on another schema, OSError on a file that can't be read."""
-    rows, torn = _read(path)
+def _add_file(results: Results, path: Path, seen: set[tuple[str, ...]], only: Sequence[tuple[str, str]]) -> list[str]:
+    """Returns what keeps the file from being read: another schema, or no permission."""
+    try:
+        rows, torn = _read(path)
+    except (SchemaError, OSError) as error:
+        return [str(error)]
     results.files += 1
     if torn:
         results.notices.append(f"{path.name}: a torn last line was left out")
@@ -130,10 +132,11 @@ def _add_file(results: Results, path: Path, seen: set[tuple[str, ...]], only: Se
     if twice:
         results.notices.append(f"{path.name}: {twice} rows are the same as rows read before, and count once")
     _read_companions(results, path)
+    return []
 
 
 def _read(path: Path) -> tuple[list[dict[str, str]], bool]:
-    """Rows of one run's file or of a night's, and whether a torn last line was dropped. Raises as `_add_file`."""
+    """Rows of one run's file or of a night's, and whether a torn last line was dropped. Raises SchemaError, OSError."""
     with path.open(errors="replace") as file:
         if file.readline() != NIGHT_COLUMNS + HEADER:
             return read_rows(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -85,12 +86,13 @@ def peak_differences(results: Results) -> list[Difference]:
     """Measured peaks of the runs that differ by more than PEAK_TOLERANCE from the ones before."""
     order = sorted({row["peak_source"] for row in results.rows if row["peak_source"] in results.peaks})
     found = []
-    for older, newer in zip(order, order[1:], strict=False):
+    for older, newer in itertools.pairwise(order):
         for name in ("wire_gbps", "hbm_gbps", "barrier_us"):
             before, after = results.peaks[older].get(name), results.peaks[newer].get(name)
-            if isinstance(before, float) and isinstance(after, float) and before > 0:
-                if abs(after / before - 1) > PEAK_TOLERANCE:
-                    found.append(Difference(older, newer, f"peak {name}", f"{before:.4g}", f"{after:.4g}"))
+            if not (isinstance(before, float) and isinstance(after, float) and before > 0):
+                continue
+            if abs(after / before - 1) > PEAK_TOLERANCE:
+                found.append(Difference(older, newer, f"peak {name}", f"{before:.4g}", f"{after:.4g}"))
     return found
 
 

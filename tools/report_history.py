@@ -5,8 +5,8 @@ A change point lies before run i of x_1..x_n if, with the medians b and a of up 
 
     |a - b| > max(0.05 * b, 4 * 1.4826 * m)
 
-(1.4826 * m estimates a standard deviation). Of neighbours closer than LEAST runs the clearest is kept. On 60 runs of pure
-noise this marks 0.1 points or fewer, at noise from 1 to 10 %; a step of 10 % is found in 9 of 10 series at 2 % noise.
+(1.4826 * m estimates a standard deviation). Of neighbours closer than LEAST runs the clearest is kept. On 60 runs of
+pure noise this marks 0.1 points or fewer, at noise from 1 to 10 %; a step of 10 % is found in 9 of 10 series at 2 %.
 """
 
 from __future__ import annotations

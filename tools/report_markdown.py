@@ -77,19 +77,17 @@ def _gate(report: Report) -> list[str]:
 def _compared(report: Report) -> list[str]:
     if report.baseline is None or report.gate:
         return []
-    lines = [
-        f"{percent(pair.change_pct)} ({pair.baseline_us:.1f} to {pair.new_us:.1f} us): {row_label(pair.case.current[0])}"
-        for pair in report.compared
-    ]
+    lines = []
+    for pair in report.compared:
+        medians = f"{pair.baseline_us:.1f} to {pair.new_us:.1f} us"
+        lines.append(f"{percent(pair.change_pct)} ({medians}): {row_label(pair.case.current[0])}")
     title = f"Beside the baseline: {counted(len(report.compared), 'case')}, no verdict"
     return _list(title, lines) or [f"**{title}**"]
 
 
 def _changes(report: Report) -> list[str]:
     """The newest change point of each case that has one."""
-    found = []
-    for case in report.cases.values():
-        if len(case.rows) > 1 and (changes := history(case).changes):
-            found.append((changes[-1], row_label(case.current[0])))
+    pasts = [history(case) for case in report.cases.values() if len(case.rows) > 1]
+    found = [(past.changes[-1], row_label(past.case.current[0])) for past in pasts if past.changes]
     found.sort(key=lambda each: -abs(each[0].pct))
     return [f"{percent(change.pct)} from {change.run}: {label}" for change, label in found]

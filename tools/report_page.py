@@ -17,10 +17,12 @@ from tools.report_environment import Difference, baseline_differences, run_diffe
 from tools.report_history import History, history
 from tools.report_looks import PHASES, Look, phase_css
 from tools.report_model import Report, counted, percent, row_label
+from tools.report_table import table_data
+from tools.report_text import figure_text
 from tools.report_verdicts import Gate, Verdict
 
 if TYPE_CHECKING:
-    from tools.report_plots import Drawing
+    from tools.report_svg import Drawing
 
 LINES_OPEN = 8  # of red rows, and of those beside a baseline; the others at a click
 TEMPLATES = Path(__file__).resolve().parent / "templates"
@@ -33,9 +35,10 @@ SHAPE = (
 
 
 def looks_of(panels: Sequence[Panel]) -> dict[str, Look]:
-    """One look a series label, the same in every plot of the page."""
-    labels = sorted({label for panel in panels for label in panel.series})
-    return {label: Look(number) for number, label in enumerate(labels)}
+    """One look a series label, the same in every plot of the page. Those with a figure now have the first choice."""
+    measured = {label for panel in panels for label in panel.points(LATENCY)}
+    others = {label for panel in panels for label in panel.series} - measured
+    return {label: Look(number) for number, label in enumerate([*sorted(measured), *sorted(others)])}
 
 
 def shape_text(panels: Sequence[Panel]) -> str:
@@ -69,7 +72,8 @@ def win_table(panels: Sequence[Panel]) -> list[dict[str, Any]]:
 
 
 def draw_panel(panel: Panel, number_: int, looks: Mapping[str, Look], peak_gbps: float | None) -> list[Drawing]:
-    from tools.report_plots import bandwidth_plot, latency_plot, light_plot, phases_plot
+    from tools.report_bars import phases_plot
+    from tools.report_plots import bandwidth_plot, latency_plot, light_plot
 
     salt = f"p{number_}"
     drawings = [
@@ -133,7 +137,7 @@ def _loss(panel: Panel, label: str) -> float | None:
 
 def history_views(report: Report) -> tuple[list[dict[str, Any]], int]:
     """Cases with two runs or more: changed ones first, then by how far the newest is off. Also how many there are."""
-    from tools.report_plots import spark
+    from tools.report_bars import spark
 
     found: list[tuple[Panel, str, History]] = []
     for panel in report.panels:
@@ -164,9 +168,7 @@ def render(report: Report) -> str:
     import jinja2
     from markupsafe import Markup
 
-    from tools.report_plots import figure_text
     from tools.report_svg import styled
-    from tools.report_table import table_data
 
     loader = jinja2.FileSystemLoader(TEMPLATES)
     env = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)

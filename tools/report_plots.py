@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from tools.report_bars import bars_plot
 from tools.report_cases import LATENCY, Panel
-from tools.report_history import History
-from tools.report_looks import INK, MUTED, PEAK, PHASES, Look, phase_colour
-from tools.report_svg import bare, fixed_ticks, inline, new_figure
+from tools.report_looks import PEAK, Look
+from tools.report_svg import HEIGHT_PT, RIGHT_PT, WIDTH_PT, Drawing, Points, fixed_ticks, inline, new_figure
+from tools.report_text import figure_text
 
-WIDTH_PT, HEIGHT_PT = 480.0, 270.0
-LEFT_PT, RIGHT_PT, TOP_PT, BOTTOM_PT = 52.0, 12.0, 10.0, 40.0
+LEFT_PT, TOP_PT, BOTTOM_PT, LEG_HEAD_PT = 52.0, 10.0, 40.0, 24.0
 TICK_GAP_PT = 24.0  # tick labels closer than this would run into each other
-PHASE_POINTS = 3  # numbers of tokens shown in the phases plot: the least, a middle one and the most
-BAR_MOST_PT, BAR_LEAST_PT, BAR_HEAD_PT, BAR_FOOT_PT, BAR_GAP_PT = 36.0, 17.0, 24.0, 40.0, 14.0
-LETTER_PT = 6.0  # of a label, wide enough for the fonts that browsers take
-LEG_HEAD_PT = 24.0
-SPARK_WIDTH_PT, SPARK_HEIGHT_PT = 180.0, 34.0
-SPARK_LEAST_SPAN = 0.10  # of the median: noise of 1 % must not look like a mountain range
-
-Points = Mapping[str, Mapping[int, float]]
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """A plot on the page: `svg` is an element, `note` what a reader must know beside it."""
-
-    title: str
-    svg: str
-    note: str = ""
 
 
 class TokenAxis:
@@ -63,13 +46,23 @@ class TokenAxis:
 
 def latency_plot(panel: Panel, looks: Mapping[str, Look], salt: str) -> Drawing | None:
     points = panel.points(LATENCY)
-    return _lines(points, looks, salt, f"latency (p50) over tokens, {panel.label}", "us", _log_scale)
+    if at := only_tokens(points):
+        return bars_plot([("", points)], at, looks, salt, f"Latency (p50) at {at} tokens, {panel.label}", "us", None)
+    return _lines(points, looks, salt, f"Latency (p50) over tokens, {panel.label}", "us", _log_scale)
 
 
 def light_plot(panel: Panel, looks: Mapping[str, Look], salt: str) -> Drawing | None:
     points = panel.points("sol_pct")
-    title = f"% of speed of light over tokens, {panel.label}"
-    return _lines(points, looks, salt, title, "%", lambda axes, values: _from_zero(axes, values, (100.0, "100 %")))
+    title, ceiling = f"% of speed of light, {panel.label}", (100.0, "100 %")
+    if at := only_tokens(points):
+        return bars_plot([("", points)], at, looks, salt, title, "%", ceiling)
+    return _lines(points, looks, salt, title, "%", lambda axes, values: _from_zero(axes, values, ceiling))
+
+
+def only_tokens(points: Points) -> int | None:
+    """The number of tokens if there is just one above 0: a line over tokens would be a dot, and bars say more."""
+    tokens = {each for values in points.values() for each in values}
+    return next(iter(tokens)) if len(tokens) == 1 else None
 
 
 def _lines(
@@ -152,6 +145,11 @@ def bandwidth_plot(panel: Panel, looks: Mapping[str, Look], salt: str, peak_gbps
     if not values:
         return None
     line = (peak_gbps, f"measured peak {peak_gbps:.0f}") if peak_gbps else None
+    note = "" if peak_gbps else "No measured wire peak came with these rows, so there is no line for it."
+    title = f"Wire GB/s of a rank in one direction, {panel.label}"
+    if at := only_tokens({leg + label: points for leg, by in legs for label, points in by.items()}):
+        drawing = bars_plot(legs, at, looks, salt, title, "GB/s", line)
+        return replace(drawing, note=note) if drawing else None
     figure = new_figure(WIDTH_PT, HEIGHT_PT)
     gap = 16.0
     width = (WIDTH_PT - LEFT_PT - RIGHT_PT - gap) / 2
@@ -169,99 +167,5 @@ def bandwidth_plot(panel: Panel, looks: Mapping[str, Look], salt: str, peak_gbps
         if number:
             axes.tick_params(labelleft=False)
         else:
-            axes.set_ylabel("wire GB/s a rank, one direction")
-    title = f"bandwidth over tokens, {panel.label}"
-    note = "" if peak_gbps else "No measured wire peak came with these rows, so there is no line for it."
+            axes.set_ylabel("GB/s")
     return Drawing(title, inline(figure, salt, title, tips, classes), note)
-
-
-def phases_plot(panel: Panel, salt: str) -> Drawing | None:
-    """Phases stacked, one bar a series, at up to PHASE_POINTS numbers of tokens, each to its own scale; p50 as a mark."""
-    phases = {phase: panel.points(f"{phase}_us") for phase in PHASES}
-    labels = [label for label in panel.series if any(label in points for points in phases.values())]
-    tokens = sorted({tokens for points in phases.values() for values in points.values() for tokens in values})
-    if not labels:
-        return None
-    chosen = sorted({tokens[0], tokens[len(tokens) // 2], tokens[-1]})[:PHASE_POINTS]
-    room = HEIGHT_PT - BAR_HEAD_PT - BAR_FOOT_PT
-    height = HEIGHT_PT - room + len(labels) * min(max(room / len(labels), BAR_LEAST_PT), BAR_MOST_PT)
-    figure = new_figure(WIDTH_PT, height)
-    names_pt = 10 + LETTER_PT * max(len(short(label)) for label in labels)
-    width = (WIDTH_PT - names_pt - RIGHT_PT - BAR_GAP_PT * (len(chosen) - 1)) / len(chosen)
-    tips: dict[str, list[str]] = {}
-    totals = panel.points(LATENCY)
-    for column, at in enumerate(chosen):
-        left = (names_pt + column * (width + BAR_GAP_PT)) / WIDTH_PT
-        box = (left, BAR_FOOT_PT / height, width / WIDTH_PT, 1 - (BAR_HEAD_PT + BAR_FOOT_PT) / height)
-        axes = figure.add_axes(box)
-        axes.set_title(f"{at} tokens")
-        _draw_bars(axes, at, labels, phases, totals, tips)
-        if column:
-            axes.tick_params(labelleft=False)
-    title = f"phases, {panel.label}"
-    return Drawing(title, inline(figure, salt, title, tips, {}))
-
-
-def _draw_bars(
-    axes: Axes,
-    tokens: int,
-    labels: Sequence[str],
-    phases: Mapping[str, Points],
-    totals: Points,
-    tips: dict[str, list[str]],
-) -> None:
-    widest = 0.0
-    for place, label in enumerate(labels):
-        start = 0.0
-        for phase in PHASES:
-            value = phases[phase].get(label, {}).get(tokens)
-            if value is None:
-                continue
-            gid = f"bar{len(tips)}"
-            axes.barh(place, value, left=start, height=0.62, color=phase_colour(phase), gid=gid, linewidth=0)
-            tips[gid] = [f"{label}, {tokens} tokens, {phase}: {figure_text(value)} us"]
-            start += value
-        total = totals.get(label, {}).get(tokens)
-        if total is not None:
-            axes.plot([total, total], [place - 0.42, place + 0.42], color=INK, linewidth=1.6, solid_capstyle="butt")
-        widest = max(widest, start, total or 0.0)
-    axes.set_ylim(len(labels) - 0.4, -0.6)
-    axes.set_xlim(0, widest * 1.06 or 1.0)
-    ticks = [float(tick) for tick in MaxNLocator(3).tick_values(0, widest) if 0 <= tick <= widest * 1.06]
-    fixed_ticks(axes.xaxis, ticks, [figure_text(tick) for tick in ticks])
-    fixed_ticks(axes.yaxis, range(len(labels)), [short(label) for label in labels])
-    axes.grid(visible=False, axis="y")
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("us")
-
-
-def spark(past: History, salt: str) -> str:
-    """The history of one case as a small line: change points are upright lines, the newest point is a dot."""
-    figure = new_figure(SPARK_WIDTH_PT, SPARK_HEIGHT_PT)
-    axes = figure.add_axes((0.02, 0.1, 0.96, 0.8))
-    values = past.values_us
-    middle = (max(values) + min(values)) / 2
-    half = max((max(values) - min(values)) / 2, middle * SPARK_LEAST_SPAN / 2) * 1.15
-    axes.set_ylim(middle - half, middle + half)
-    axes.set_xlim(-0.5, len(values) - 0.5)
-    for change in past.changes:
-        axes.axvline(change.index - 0.5, color=PEAK, linewidth=1.2)
-    axes.plot(values, color=MUTED, linewidth=1.2, marker="o", markersize=3, markeredgewidth=0, gid="line")
-    axes.plot([len(values) - 1], [values[-1]], color=INK, marker="o", markersize=4.5, markeredgewidth=0)
-    bare(axes)
-    pairs = zip(past.runs, values, strict=True)
-    tips = {"line": [f"{run}: {figure_text(value)} us" for run, value in pairs]}
-    return inline(figure, salt, "history of p50", tips, {})
-
-
-def figure_text(value: float) -> str:
-    """Three digits that count, never an exponent."""
-    if value == 0:
-        return "0"
-    digits = max(0, 2 - math.floor(math.log10(abs(value))))
-    text = f"{value:.{min(digits, 6)}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
-
-
-def short(label: str, most: int = 22) -> str:
-    return label if len(label) <= most else label[: most - 1] + "…"

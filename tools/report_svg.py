@@ -1,4 +1,4 @@
-"""Turns a matplotlib figure into SVG that lives inside a page: themed by its style sheet, with words for the pointer."""
+"""Turns a matplotlib figure into SVG that lives in a page: themed by its style sheet, with words for the pointer."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import html
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from tools.report_looks import GRID, INK, MUTED, with_css_colours
+
+WIDTH_PT, HEIGHT_PT, RIGHT_PT = 480.0, 270.0, 12.0
+
+Points = Mapping[str, Mapping[int, float]]  # series label -> {tokens: value}
 
 DPI = 72  # SVG points, so that sizes here are those of the viewBox
 STYLE = {
@@ -45,8 +49,8 @@ STYLE = {
     "axes.facecolor": "none",
 }
 _PROLOG = re.compile(r"^.*?(?=<svg)", re.DOTALL)
-# What a page does not need: who drew it, a style sheet that would hold for the whole page, fonts (the page has its own),
-# turns by nothing. Then white space, and digits below a hundredth of a point.
+# What a page does not need: who drew it, a style sheet that would hold for all of the page, fonts (it has its own),
+# turns by nothing; then white space, and digits below a hundredth of a point.
 _NEEDLESS = re.compile(
     r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>|font-family: [^;\"]*; |"
     r' transform="rotate\(-0 [^\"]*\"',
@@ -57,6 +61,15 @@ _DIGITS = re.compile(r"(\.\d\d)\d+")
 _INSIDE = re.compile(r"<[^>]*>")
 _SIZE = re.compile(r'<svg ([^>]*?)width="[\d.]+pt" height="[\d.]+pt"([^>]*)>|<svg ([^>]*)>')
 _MARK = re.compile(r'<g id="([^"]*)">|<use ')
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A plot on the page: `svg` is an element, `note` what a reader must know beside it."""
+
+    title: str
+    svg: str
+    note: str = ""
 
 
 def styled() -> Any:
@@ -114,8 +127,3 @@ def _with_words(svg: str, tips: Mapping[str, Sequence[str]], classes: Mapping[st
         return f"<g{extra}>"
 
     return _MARK.sub(replace, svg)
-
-
-def bare(axes: Axes) -> None:
-    """No ticks, no frame."""
-    axes.set_axis_off()

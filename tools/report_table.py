@@ -43,7 +43,7 @@ class Words:
 def table_data(rows: Sequence[Row]) -> dict[str, Any]:
     """{"columns": [[heading, kind]], "words": [...], "rows": [[...]]}; kind t = word, n = number or null, r = repro.
 
-    Red rows come first, then newest runs. Columns that are blank throughout are left out, and settings of one value only.
+    Red rows come first, then newest runs. Columns that are blank throughout are left out, settings of one value too.
     """
     words = Words()
     differing = [name for name in SETTINGS if len({row[name] for row in rows} - {""}) > 1]

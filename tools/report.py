@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import os
 import sys
 from datetime import datetime, timezone
@@ -22,6 +23,7 @@ from typing import NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file, from any folder
 
 from lib.rows import COLUMNS
+from lib.talk import say, show
 from tools.report_data import UsageError, read_results
 from tools.report_markdown import markdown
 from tools.report_model import Options, Report
@@ -42,13 +44,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _run(_parser().parse_args(argv))
     except UsageError as error:
-        sys.stderr.write(f"{PROGRAM}: {error}\n")
+        say(f"{PROGRAM}: {error}")
         return USAGE_EXIT
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's own flush raises again
-        return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,15 +109,20 @@ def _run(options: argparse.Namespace) -> int:
     from tools.report_page import render
 
     _write(str(options.out), render(report))
-    (sys.stderr if options.markdown == "-" else sys.stdout).write(f"report: {options.out}\n")
+    line = f"{PROGRAM}: {options.out}"
+    if options.markdown == "-":
+        say(line)
+    else:
+        show([line])
     return 0
 
 
 def _write(path: str, text: str) -> None:
     """A file is replaced whole: nobody finds half a page. Raises UsageError if it can't be written."""
     if path == "-":
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal that has no such letter gets a question mark
+        show([text.rstrip("\n")])
         return
     target = Path(path)
     fresh = target.with_name(f".{target.name}.{os.getpid()}")

@@ -85,6 +85,8 @@ def read_results(paths: Sequence[Path], only: Sequence[tuple[str, str]] = ()) ->
     if problems and not results.files:
         raise UsageError(problems[0])
     results.notices += [f"left out: {problem}" for problem in problems]
+    for folder in {path if path.is_dir() else path.parent for path in paths}:
+        _read_peaks(results, folder)
     results.rows.sort(key=lambda row: stamp_order(row["run"]))
     return results
 
@@ -115,6 +117,8 @@ def _add_file(results: Results, path: Path, seen: set[tuple[str, ...]], only: Se
         rows, torn = _read(path)
     except (SchemaError, OSError) as error:
         return [str(error)]
+    except csv.Error as error:  # a cell of megabytes, a NUL byte: no row of ours
+        return [f"{path}: is not a CSV of rows ({error})"]
     results.files += 1
     if torn:
         results.notices.append(f"{path.name}: a torn last line was left out")
@@ -131,7 +135,7 @@ def _add_file(results: Results, path: Path, seen: set[tuple[str, ...]], only: Se
             results.rows.append(row)
     if twice:
         results.notices.append(f"{path.name}: {twice} rows are the same as rows read before, and count once")
-    _read_companions(results, path)
+    _read_fingerprint(results, path.with_suffix(".jsonl"))
     return []
 
 
@@ -145,19 +149,23 @@ def _read(path: Path) -> tuple[list[dict[str, str]], bool]:
     return list(csv.DictReader(lines, fieldnames=["night", "start", *COLUMNS])), bool(tail)
 
 
-def _read_companions(results: Results, path: Path) -> None:
-    """Peaks of the folder that rows may name, and the fingerprint in the first record of the JSONL."""
-    for file in path.parent.glob("peaks_*.json"):
+def _read_peaks(results: Results, folder: Path) -> None:
+    """Measured peaks by the name that rows call them."""
+    for file in folder.glob("peaks_*.json"):
         peaks = _json_object(file.read_text(errors="replace"))
         if peaks and "source" in peaks:
             results.peaks.setdefault(str(peaks["source"]), peaks)
-    records = path.with_suffix(".jsonl")
-    if records.exists():
-        with records.open(errors="replace") as lines:
-            record = _json_object(lines.readline()) or {}
-        row, machine = record.get("row"), record.get("fingerprint")
-        if isinstance(row, dict) and isinstance(machine, dict):
-            results.fingerprints.setdefault(str(row.get("stamp")), machine)
+
+
+def _read_fingerprint(results: Results, records: Path) -> None:
+    """The machine, from the first record: all of a file are of one."""
+    if not records.is_file():
+        return
+    with records.open(errors="replace") as lines:
+        record = _json_object(lines.readline()) or {}
+    row, machine = record.get("row"), record.get("fingerprint")
+    if isinstance(row, dict) and isinstance(machine, dict):
+        results.fingerprints.setdefault(str(row.get("stamp")), machine)
 
 
 def _json_object(text: str) -> dict[str, Any] | None:

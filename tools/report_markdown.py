@@ -17,8 +17,8 @@ _SPECIAL = re.compile(r"[\\`*\[\]<>|~]")  # an underscore within a word is none 
 def markdown(report: Report) -> str:
     """Headline first; a list is cut after LINES, and says so."""
     parts = [f"## {SIGNS[report.level]} {plain(report.options.title)}: {plain(report.headline)}"]
-    if report.stale and report.newest:
-        parts.append(f"**No data since {report.newest:%Y-%m-%d %H:%M} UTC.**")
+    for section, since in report.stale_words:
+        parts.append(f"**No data{plain(' of ' + section) if section else ''} since {since:%Y-%m-%d %H:%M} UTC.**")
     told = [plain(each) for each in (report.status_text, *report.cautions) if each]
     if told:
         parts.append(" · ".join(told))

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import cached_property
 
 from lib.rows import STATUSES
 from tools.report_cases import RED, Case, Key, Panel, find_cases, find_panels, marks
@@ -48,14 +49,29 @@ class Report:
 
     @property
     def newest(self) -> datetime | None:
-        times = [time for run in self.results.runs if (time := stamp_time(run))]
-        return max(times) if times else None
+        """When the newest run started."""
+        return max(self.newest_of.values(), default=None)
+
+    @cached_property
+    def newest_of(self) -> dict[str, datetime]:
+        """Section -> when its newest run started: a section that nobody measures any more must not look alive."""
+        found: dict[str, datetime] = {}
+        for section, run in sorted({(row["section"], row["run"]) for row in self.results.rows}):
+            if time := stamp_time(run):
+                found[section] = max(time, found.get(section, time))
+        return found
+
+    def stale(self, newest: datetime | None) -> bool:
+        """Older than Options.stale_hours; 0 turns the question off."""
+        hours = self.options.stale_hours
+        return bool(hours and newest and self.options.now - newest > timedelta(hours=hours))
 
     @property
-    def stale(self) -> bool:
-        """The newest run is older than Options.stale_hours; 0 turns the question off."""
-        hours, newest = self.options.stale_hours, self.newest
-        return bool(hours and newest and self.options.now - newest > timedelta(hours=hours))
+    def stale_words(self) -> list[tuple[str, datetime]]:
+        """("" or a section, since when): one for everything, or one for each section that fell behind."""
+        if self.newest and self.stale(self.newest):
+            return [("", self.newest)]
+        return [(section, newest) for section, newest in self.newest_of.items() if self.stale(newest)]
 
     @property
     def level(self) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import io
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,9 +74,12 @@ class Drawing:
     note: str = ""
 
 
-def styled() -> Any:
-    """A context in which figures look like the page."""
-    return mpl.rc_context(STYLE)
+@contextlib.contextmanager
+def styled() -> Iterator[None]:
+    """Figures here look like the page. A letter that the font lacks is no news: the browser sets the text."""
+    with mpl.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")
+        yield
 
 
 def new_figure(width_pt: float, height_pt: float) -> Figure:

@@ -24,15 +24,15 @@
   find("#theme").addEventListener("click", () => setTheme(theme = themes[(themes.indexOf(theme) + 1) % themes.length]));
 
   // Stale: asked again when the page is looked at, for it may have been made long before.
-  const stale = find("#stale");
-  const hours = Number(stale.dataset.hours);
-  if (stale.dataset.newest && hours) {
-    const age = (Date.now() - Date.parse(stale.dataset.newest)) / 3.6e6;
-    if (age > hours) {
-      stale.hidden = false;
-      find("span", stale).textContent += age < 96 ? ` (${Math.round(age)} hours ago)` : ` (${Math.round(age / 24)} days ago)`;
-    }
-  }
+  const banners = all(".banner");
+  const hoursOld = (banner) => (Date.now() - Date.parse(banner.dataset.newest)) / 3.6e6;
+  const isStale = (banner) => hoursOld(banner) > Number(banner.dataset.hours);
+  const everything = banners.length > 0 && isStale(banners[0]);
+  banners.forEach((banner) => {
+    banner.hidden = "section" in banner.dataset ? everything || !isStale(banner) : !everything;
+    const age = hoursOld(banner);
+    find("span", banner).textContent += age < 96 ? ` (${Math.round(age)} hours ago)` : ` (${Math.round(age / 24)} days ago)`;
+  });
 
   // Words at the pointer, and one series alone.
   const tip = find("#tip");

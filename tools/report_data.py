@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ STAMP = re.compile(r"(\d{8}T\d{6}Z)(?:-(\d+))?")
 NIGHT_COLUMNS = (
     "night,start,"  # what night_<night>.csv and baseline_<machine>.csv have in front of the schema's columns
 )
+LARGEST = 1e18  # of bytes, microseconds or anything else in a row
 FIRST_COLUMNS = (NIGHT_COLUMNS, HEADER.partition(",")[0] + ",")
 
 
@@ -59,7 +59,7 @@ def stamp_time(stamp: str) -> datetime | None:
 
 
 def number(row: Row, column: str) -> float | None:
-    """A cell as a finite number; None if it is blank or is none."""
+    """A cell as a number; None if it is blank, or nothing that was ever measured: text, inf, 1e300."""
     text = row[column]
     if not text:
         return None
@@ -67,7 +67,7 @@ def number(row: Row, column: str) -> float | None:
         value = float(text)
     except ValueError:
         return None
-    return value if math.isfinite(value) else None
+    return value if abs(value) < LARGEST else None
 
 
 def read_results(paths: Sequence[Path], only: Sequence[tuple[str, str]] = ()) -> Results:

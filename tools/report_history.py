@@ -5,7 +5,7 @@ on, and m the median of the absolute residuals of both windows from their own me
 
     |a - b| > max(0.05 b, 4 * 1.4826 m)
 
-and the change is there to be seen: x_i lies nearer to a and the run before it nearer to b, as at least LEAST runs of each
+and the change can be seen: x_i lies nearer to a and the run before it nearer to b, as at least LEAST runs of each
 window do. Among such runs closer than APART, the one with the least residuals is kept. Sixty runs of pure noise get no
 mark at 1 and 2 % noise and one in nine series at 5 and 10 %; a step of 10 % is found in 8 of 10 series at 2 % noise.
 """

@@ -18,7 +18,7 @@ def markdown(report: Report) -> str:
     """Headline first; a list is cut after LINES, and says so."""
     parts = [f"## {SIGNS[report.level]} {plain(report.options.title)}: {plain(report.headline)}"]
     for section, since in report.stale_words:
-        parts.append(f"**No data{plain(' of ' + section) if section else ''} since {since:%Y-%m-%d %H:%M} UTC.**")
+        parts.append(f"**No data{' of ' + plain(section) if section else ''} since {since:%Y-%m-%d %H:%M} UTC.**")
     told = [plain(each) for each in (report.status_text, *report.cautions) if each]
     if told:
         parts.append(" · ".join(told))

@@ -55,7 +55,7 @@ _PROLOG = re.compile(r"^.*?(?=<svg)", re.DOTALL)
 # turns by nothing; then white space, and digits below a hundredth of a point.
 _NEEDLESS = re.compile(
     r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>|font-family: [^;\"]*; |"
-    r' transform="rotate\(-0 [^\"]*\"',
+    r' transform="rotate\(-0 [^\"]*\"|<g id="[^\"]*"/>',
     re.DOTALL,
 )
 _SPACE = re.compile(r"(?<=>)\s+(?=<)|\s+(?=\")")

@@ -104,7 +104,7 @@ def _run(options: argparse.Namespace) -> int:
     if lacking:
         raise UsageError(
             f"no page: {sys.executable} lacks {' and '.join(lacking)}; "
-            f"get what is missing by: {sys.executable} -m pip install {' '.join(lacking)}"
+            f"get it by: {sys.executable} -m pip install {' '.join(lacking)}"
         )
     from tools.report_page import render
 

@@ -33,6 +33,7 @@ STYLE = {
     "axes.labelcolor": MUTED,
     "axes.titlecolor": INK,
     "axes.titlesize": 10,
+    "axes.titley": 1.0,  # else each draw measures all ticks to find room for a title
     "axes.linewidth": 0.8,
     "axes.axisbelow": True,
     "axes.spines.top": False,

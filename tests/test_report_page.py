@@ -47,7 +47,13 @@ def verdict(**columns: object) -> dict[str, Any]:
 
 def write_gate(path: Path, *verdicts: dict[str, Any], **columns: object) -> Path:
     told = {"schema": 1, "night": STAMP, "line": "1 of 1 rows regressed", "suspects": ["git: gold -> gnew"]}
-    told |= {"notices": [], "counts": {"REGRESSED": len(verdicts)}, "baseline": "baseline_x.csv", "verdicts": verdicts}
+    told |= {
+        "notices": [],
+        "counts": {"REGRESSED": len(verdicts)},
+        "baseline": "baseline_x.csv",
+        "verdicts": verdicts,
+        "exit": 3,
+    }
     path.write_text(json.dumps(told | columns))
     return path
 
@@ -189,7 +195,15 @@ def test_verdicts_are_read_from_the_nights_file(tmp_path: Path) -> None:
 def test_an_old_nights_verdicts_are_not_those_of_the_newest_run(tmp_path: Path) -> None:
     write_gate(tmp_path / f"verdicts_{night(1)}.json", night=night(1))
     path = write_rows(tmp_path / "a.csv", [row(stamp=night(1)), row()])
-    assert find_gate([path], read_results([path])) is None
+    results = read_results([path])
+    assert find_gate([path], results) is None
+    assert f"verdicts_{night(1)}.json is not shown: {STAMP} is newer" in results.notices[0]
+
+
+def test_a_gate_that_ended_red_is_red_even_if_no_row_is(tmp_path: Path) -> None:
+    gate = read_gate(write_gate(tmp_path / "v.json"))
+    report = Report(read_results([write_rows(tmp_path / "a.csv", [row()])]), FRESH, gate, None)
+    assert (report.level, report.headline) == ("red", "The gate ended with 3")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 2}', '{"schema": 1}', '{"schema": 1, "night": []}'])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import io
+import logging
 import os
 import sys
 from datetime import datetime, timezone
@@ -106,6 +107,7 @@ def _run(options: argparse.Namespace) -> int:
             f"no page: {sys.executable} lacks {' and '.join(lacking)}; "
             f"get it by: {sys.executable} -m pip install {' '.join(lacking)}"
         )
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # a home that can't be written is no news here
     from tools.report_page import render
 
     _write(str(options.out), render(report))

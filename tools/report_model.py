@@ -76,7 +76,7 @@ class Report:
     @property
     def level(self) -> str:
         """`red`, `amber`, `green`, or `grey` where nothing ran."""
-        if self.red or (self.gate and self.gate.red):
+        if self.red or (self.gate and (self.gate.red or self.gate.exit)):
             return "red"
         if not self.counts["ok"]:
             return "amber" if self.counts["interrupted"] else "grey"
@@ -100,6 +100,8 @@ class Report:
         if self.gate and self.gate.red:
             words = Counter(verdict.word for verdict in self.gate.red)
             parts.append("red verdicts: " + ", ".join(f"{count} {word}" for word, count in words.items()))
+        elif self.gate and self.gate.exit:
+            parts.append(f"the gate ended with {self.gate.exit}")
         if self.red:
             told = ", ".join(f"{self.counts[status]} {status}" for status in RED if self.counts[status])
             parts.append(f"{counted(len(self.red), 'row')} red: {told}")

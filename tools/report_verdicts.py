@@ -44,6 +44,7 @@ class Gate:
     counts: dict[str, int]
     verdicts: list[Verdict]
     baseline: str
+    exit: int
 
     @property
     def red(self) -> list[Verdict]:
@@ -65,6 +66,7 @@ def read_gate(path: Path) -> Gate:
             counts={str(word): int(count) for word, count in record["counts"].items()},
             verdicts=[_verdict(each) for each in record["verdicts"]],
             baseline=str(record["baseline"]),
+            exit=int(record["exit"]),
         )
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
@@ -95,12 +97,18 @@ def _figure(value: object) -> float | None:
 def find_gate(paths: Sequence[Path], results: Results) -> Gate | None:
     """The verdicts on the newest run that was given, from the folders of the results; None if there are none.
 
-    Raises UsageError if that night's file is there and can't be read: red must not go unseen.
+    An older night's are left out, with a notice if its rows were given. Raises UsageError if the newest run's file is
+    there and can't be read: red must not go unseen.
     """
     folders = {path if path.is_dir() else path.parent for path in paths}
     files = sorted((file for folder in folders for file in folder.glob(GLOB)), key=_night_order)
     runs = results.runs
-    return read_gate(files[-1]) if files and runs and _night(files[-1]) == runs[-1] else None
+    if not files or _night(files[-1]) not in runs:
+        return None
+    if _night(files[-1]) != runs[-1]:
+        results.notices.append(f"{files[-1].name} is not shown: {runs[-1]} is newer; --verdicts shows it all the same")
+        return None
+    return read_gate(files[-1])
 
 
 def _night(path: Path) -> str:

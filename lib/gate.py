@@ -1,12 +1,12 @@
 """The gate's statistics: is tonight slower than the baseline nights? Standard library only.
 
-Every value is a start's metric turned so that larger is worse (`badness`). docs/nightly.md tells why each rule is there.
+Every value is a start's metric turned so that larger is worse (`badness`). docs/nightly.md tells why the rules are so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, comb, sqrt
 from statistics import fmean, median
@@ -39,7 +39,7 @@ def badness(value: float, metric: str) -> float:
     return value if BETTER[metric] == "lower" else 1 / value
 
 
-# --- exact one-sided rank tests: the chance that n of n + m exchangeable starts stand so high ---------------------------
+# --- exact one-sided rank tests: the chance that n of n + m exchangeable starts stand so high -------------------------
 
 
 @lru_cache(maxsize=4096)
@@ -75,7 +75,7 @@ def rank_p(tonight: Sequence[float], baseline: Sequence[float]) -> float:
     return min(1.0, 2 * min(ranked, precedence_p(n, m, above)))
 
 
-# --- one row ------------------------------------------------------------------------------------------------------------
+# --- one row ----------------------------------------------------------------------------------------------------------
 
 
 def relative_mad(values: Sequence[float], centre: float) -> float:
@@ -104,7 +104,7 @@ def threshold(nights: Sequence[Sequence[float]]) -> float:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the figures of one row say. `suspect`: slower than the threshold, and not run again yet."""
+    """What the figures of one row say."""
 
     verdict: str
     reason: str
@@ -113,33 +113,37 @@ class Finding:
     loss: float | None = None
     threshold: float | None = None
     p_value: float | None = None
-    suspect: bool = False
+    suspect: bool = False  # beyond the threshold, and not run again yet
+    tonight: bool = False  # inconclusive by what tonight was like, not for want of baseline nights
 
 
 def judge(nights: Sequence[Sequence[float]], first: Sequence[float], again: Sequence[float] = ()) -> Finding:
     """`nights`: badness of each baseline night's starts; `first`, `again`: tonight's, and of its second run.
 
-    Nights of fewer than MIN_STARTS starts do not count. Sources of the rules: docs/nightly.md.
+    Nights of fewer than MIN_STARTS starts do not count. Why the rules are as they are: docs/nightly.md.
     """
-    nights = [night for night in nights if len(night) >= MIN_STARTS]
-    tonight = [*first, *again]
-    if not nights:
-        new = median(tonight) if tonight else None
-        return Finding("NO_BASELINE", f"no baseline night has {MIN_STARTS} usable starts of this row", None, new)
-    base, limit, new = median(median(night) for night in nights), threshold(nights), median(tonight)
-    starts = [start for night in nights for start in night]
-    loss = new / base - 1
-    if len(nights) < MIN_NIGHTS:
-        why = f"{len(nights)} baseline nights, {MIN_NIGHTS} are needed"
-        return Finding("INCONCLUSIVE", why, base, new, loss, limit)
+    whole = [night for night in nights if len(night) >= MIN_STARTS]
+    some = whole or [night for night in nights if night]
+    if not some:
+        return Finding("NO_BASELINE", "no baseline night has this figure")
+    base = median(median(night) for night in some)
+    if not first:
+        return Finding("INCONCLUSIVE", "no usable start tonight", base, tonight=True)
+    new, limit = median([*first, *again]), threshold(some)
+    short = Finding("INCONCLUSIVE", "", base, new, new / base - 1, limit)
+    if len(first) < MIN_STARTS:
+        return replace(short, reason=f"{len(first)} usable starts tonight, {MIN_STARTS} are needed", tonight=True)
+    if len(whole) < MIN_NIGHTS:
+        return replace(short, reason=f"{len(whole)} baseline nights of {MIN_STARTS} starts, {MIN_NIGHTS} are needed")
+    starts = [start for night in whole for start in night]
     if median(first) / base - 1 > limit:
-        p = rank_p(tonight, starts)
-        return _slower(Finding("", "", base, new, loss, limit, p), median(first) / base - 1, len(first), len(again))
+        measured = replace(short, p_value=rank_p([*first, *again], starts))
+        return _slower(measured, median(first) / base - 1, len(first), len(again))
     if base / median(first) - 1 > limit:
-        p = rank_p([-value for value in first], [-value for value in starts])
+        p = rank_p([-start for start in first], [-start for start in starts])
         if p <= ALPHA_ONCE:
-            return Finding("IMPROVED", f"{-loss:.1%} faster or better", base, new, loss, limit, p)
-    return Finding("OK", "", base, new, loss, limit)
+            return replace(short, verdict="IMPROVED", p_value=p)
+    return replace(short, verdict="OK")
 
 
 def _slower(figures: Finding, first_loss: float, first: int, again: int) -> Finding:
@@ -148,13 +152,10 @@ def _slower(figures: Finding, first_loss: float, first: int, again: int) -> Find
     assert figures.threshold is not None
     assert figures.p_value is not None
     confirmed = again >= MIN_STARTS
-    told = f"+{first_loss:.1%}"
-    if confirmed:
-        told += f", with the second run +{figures.loss:.1%}" if figures.loss > 0 else ", not when run again"
-    values = (figures.baseline_median, figures.new_median, figures.loss, figures.threshold, figures.p_value)
+    told = f"{first_loss:+.1%} at first, {figures.loss:+.1%} with the second run" if confirmed else "not run again"
     if confirmed and figures.loss <= figures.threshold:
-        return Finding("OK", told, *values)
+        return replace(figures, verdict="OK", reason=told)
     if figures.p_value <= (ALPHA if confirmed else ALPHA_ONCE):
-        return Finding("REGRESSED", told if confirmed else f"{told}, not run again", *values, suspect=not confirmed)
-    why = f"{told}, but the {first + again} starts overlap with the baseline's (p = {figures.p_value:.2g})"
-    return Finding("INCONCLUSIVE", why, *values, suspect=not confirmed)
+        return replace(figures, verdict="REGRESSED", reason=told, suspect=not confirmed)
+    why = f"{told}; its {first + again} starts overlap with the baseline's (p = {figures.p_value:.2g})"
+    return replace(figures, reason=why, suspect=not confirmed, tonight=True)

@@ -36,14 +36,14 @@ parse_arguments() {
   TASK=night SINCE=''
   case ${1:-} in
     '') ;;
-    --accept) TASK='accept' SINCE=${2:-} && shift ;;
+    --accept) TASK='accept' SINCE=${2:-} ;;
     --status) TASK=status ;;
     -h | --help) sed -n '2,6s/^# \{0,1\}//p' "$ROOT/nightly.sh" && exit ;;
     *) die "$EXIT_USAGE" "$1: no such option; there are --accept, --status and --help" ;;
   esac
   [[ -z $SINCE || $SINCE =~ ^[0-9]{8}T[0-9]{6}Z(-[0-9]+)?$ ]] ||
     die "$EXIT_USAGE" "--accept $SINCE: must be a night's stamp like 20261130T190000Z"
-  [[ $# -le 1 ]] || [[ $TASK == accept && $# -eq 1 ]] || die "$EXIT_USAGE" "too many words; ./nightly.sh --help"
+  [[ $# -le 1 || ($TASK == accept && $# -eq 2) ]] || die "$EXIT_USAGE" "too many words; ./nightly.sh --help"
 }
 
 check_knobs() {
@@ -63,22 +63,8 @@ stamp_now() {
 # One nightly at a time in OUT_DIR. File descriptor 9 stays open in the sweeps too: while one outlives a killed nightly,
 # the next one must not measure beside it.
 take_lock() {
-  local status=0
-  exec 9>>"$OUT_DIR/.nightly.lock" || die "$EXIT_SET_UP" "OUT_DIR=$OUT_DIR: its .nightly.lock cannot be opened"
-  "$BARE" -c '
-import fcntl, sys
-try:
-    fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
-except BlockingIOError:
-    sys.exit(75)
-except OSError as error:
-    sys.exit("no lock: %s" % error.strerror)
-' || status=$?
-  case $status in
-    0) ;;
-    75) die "$EXIT_LOCKED" "OUT_DIR=$OUT_DIR: another nightly is at work there (or a sweep that it left behind)" ;;
-    *) die "$EXIT_SET_UP" "OUT_DIR=$OUT_DIR: cannot be locked; give a folder on a file system with locks" ;;
-  esac
+  exec 9>>"$OUT_DIR/.nightly.lock"
+  "$BARE" -m lib.nightly lock 9
 }
 
 # What would spoil the night is told before it: disk, neighbours, clocks, BASELINE; then interpreters, by the dry run.

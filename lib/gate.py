@@ -86,7 +86,7 @@ def relative_mad(values: Sequence[float], centre: float) -> float:
 def spread(starts: Sequence[float], centre: float) -> float:
     """Root mean square of the starts' distance from `centre`, as a share of it, the farthest TRIM left out."""
     distances = sorted(abs(start / centre - 1) for start in starts)
-    kept = distances[: len(distances) - ceil(TRIM * len(distances))]
+    kept = distances[: max(len(distances) - ceil(TRIM * len(distances)), 1)]
     return sqrt(fmean(distance * distance for distance in kept))
 
 

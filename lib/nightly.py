@@ -8,11 +8,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from lib import history, verdicts
 from lib.gate import MIN_NIGHTS
@@ -22,7 +24,7 @@ from lib.machine import all_gpus, detect_facts, visible_gpus
 from lib.preflight import disk_trouble, gpu_troubles
 from lib.rows import SchemaError
 from lib.talk import say, show
-from lib.verdicts import Verdict, words
+from lib.verdict_text import Verdict, document_lines, row_text
 
 RED_EXIT, SET_UP_EXIT, LOCKED_EXIT = 3, 4, 75
 NIGHT_KNOBS = ("BASELINE", "STARTS", "KEEP")
@@ -30,7 +32,6 @@ UNFINISHED = timedelta(hours=12)  # a night that was cut short is gone on with u
 STALE = timedelta(hours=36)  # a night, and half of one in which it may still be running
 REPEATED = ("ALGO", "TIMING", "MEGA_TIMING", "DISPATCH_DTYPE", "NUM_SMS")  # what a second run of a section is cut to
 CUT_LISTS = ("REF_LIST", "COMM_LIST", "EXPERTS_LIST")  # MEGA_LIST stays: MEGA_IKR=1 may refuse a shorter one
-SHOWN_ROWS = 40
 
 
 def night_knobs() -> Knobs:
@@ -153,7 +154,7 @@ def baseline_of(folder: Path, given: str, tonight: list[Row]) -> tuple[list[Row]
     return rows, " ".join(map(str, mine)), notices
 
 
-def judged(folder: str, night: str, given: str) -> tuple[dict[str, object], list[Verdict]]:
+def judged(folder: str, night: str, given: str) -> tuple[dict[str, Any], list[Verdict]]:
     tonight, told = history.read(Path(folder) / f"night_{night}.csv")
     old, path, notices = baseline_of(Path(folder), given, tonight)
     machine = history.machine_key(tonight[0]) if tonight else ""
@@ -167,12 +168,12 @@ def suspects_of(folder: str, night: str, given: str) -> int:
     _, suspects = judged(folder, night, given)
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for verdict in suspects:
-        knobs = words(verdict["repro"])
+        knobs = dict(word.split("=", 1) for word in shlex.split(verdict["repro"]) if "=" in word)
         for knob in (*CUT_LISTS, *REPEATED):
             if knob in knobs:
                 found[knobs["SECTION"]][knob].append(knobs[knob])
         found[knobs["SECTION"]]["SEQ_LENS"].append(knobs["TOKENS"])
-        say(f"suspect: {verdicts.row_text(verdict)} {verdict['reason']}")
+        say(f"suspect: {row_text(verdict)} {verdict['reason']}")
     lines = []
     for section, knobs_of in found.items():
         texts = [f"{knob}={' '.join(dict.fromkeys(values))}" for knob, values in knobs_of.items()]
@@ -185,35 +186,8 @@ def suspects_of(folder: str, night: str, given: str) -> int:
 def judge(folder: str, night: str, given: str) -> int:
     document, _ = judged(folder, night, given)
     write_whole(Path(folder) / f"verdicts_{night}.json", json.dumps(document, indent=1, allow_nan=False) + "\n")
-    show_document(document)
-    return int(str(document["exit"]))
-
-
-def show_document(document: dict[str, object]) -> None:
-    """Rows that are not plainly OK, what changed, and the one line last."""
-    rows = document["verdicts"]
-    assert isinstance(rows, list)
-    told = [verdict for verdict in rows if verdict["verdict"] != "OK" or verdict["reason"]]
-    lines = [verdict_text(verdict) for verdict in told[:SHOWN_ROWS]]
-    if len(told) > SHOWN_ROWS:
-        lines.append(f"... and {len(told) - SHOWN_ROWS} more")
-    for name in ("suspects", "notices"):
-        entries = document[name]
-        assert isinstance(entries, list)
-        lines += [f"{'differs' if name == 'suspects' else 'notice'}: {entry}" for entry in entries]
-    show([*lines, str(document["line"])])
-
-
-def verdict_text(verdict: Verdict) -> str:
-    figures = ""
-    if verdict["change_pct"] is not None:
-        figures = (
-            f"  {verdict['baseline_median']:.6g} -> {verdict['new_median']:.6g}  {verdict['change_pct']:+.1f} % "
-            f"(threshold {verdict['threshold_pct']:.1f} %)"
-        )
-    red = "  red" if verdict["red"] else ""
-    why = f"  {verdict['reason']}" if verdict["reason"] else ""
-    return f"{verdict['verdict']:<12}  {verdicts.row_text(verdict)}  {verdict['metric']}{figures}{red}{why}"
+    show(document_lines(document))
+    return int(document["exit"])
 
 
 # --- baseline, retention, staleness -----------------------------------------------------------------------------------

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shlex
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from lib import gate
 from lib.history import MARKS, Row, machine_key, verdict_files
+from lib.verdict_text import VERDICTS, Verdict, one_line
 
 SCHEMA = 1
 OK_EXIT, RED_EXIT = 0, 3
-VERDICTS = ("REGRESSED", "LOST", "INCOMPARABLE", "NO_BASELINE", "INCONCLUSIVE", "IMPROVED", "OK")  # worst first
 ALWAYS_RED = VERDICTS[:4]
 NIGHTS_WITHOUT_VERDICT = 3  # in a row, and the row is red
 # Two rows with these alike are the same case. `asked` is the timing of its repro line: a graph that could not be
@@ -25,6 +24,7 @@ IDENTITY = tuple(
     """section variant comm compute_kernel algo asked world nodes tokens num_experts topk hidden inter dispatch_dtype
     combine_dtype num_sms layout handle routing seed warmup iters iters_per_graph l2 device""".split()
 )
+ASKED_TIMING = re.compile(r"\b(?:MEGA_)?TIMING=(\S+)")
 ALIKE = ("timing", "routing_sha")
 SHOWN = tuple(
     """section variant algo timing world nodes tokens num_experts topk hidden inter dispatch_dtype combine_dtype num_sms
@@ -34,21 +34,14 @@ FIRST_SUSPECTS = ("versions", "transport", "git")  # compared and told, never a 
 NOT_RUN = ("skipped", "missing", "unsupported")
 
 Key = tuple[str, ...]
-Verdict = dict[str, Any]
 
 
 # --- which rows are the same case -------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1 << 16)
-def words(repro: str) -> dict[str, str]:
-    """The knobs that a repro line sets."""
-    return dict(word.split("=", 1) for word in shlex.split(repro) if "=" in word)
-
-
 def asked_timing(row: Row) -> str:
-    knobs = words(row["repro"])
-    return knobs.get("TIMING") or knobs.get("MEGA_TIMING") or row["timing"]
+    asked = ASKED_TIMING.search(row["repro"])
+    return asked[1] if asked else row["timing"]
 
 
 def identity(row: Row) -> Key:
@@ -126,16 +119,8 @@ def blank_verdict(row: Row, metric: str) -> Verdict:
     counts = dict.fromkeys(("nights", "baseline_starts", "starts", "again", "streak"), 0)
     texts = {"verdict": "", "red": False, "reason": ""}
     more = {"last_ok": "", "differs": [], "repro": row["repro"]}
-    return {
-        "case": case_id(identity(row)),
-        **shown,
-        "metric": metric,
-        "better": gate.BETTER[metric],
-        **texts,
-        **figures,
-        **counts,
-        **more,
-    }
+    judged_by = {"metric": metric, "better": gate.BETTER[metric]}
+    return {"case": case_id(identity(row)), **shown, **judged_by, **texts, **figures, **counts, **more}
 
 
 def judge_row(old: list[Row], new: list[Row], metric: str) -> tuple[Verdict | None, bool]:
@@ -283,40 +268,20 @@ def exit_code(verdicts: Sequence[Verdict]) -> int:
     return OK_EXIT if any(verdict["verdict"] in ("OK", "IMPROVED") for verdict in verdicts) else RED_EXIT
 
 
-def row_text(verdict: Verdict) -> str:
-    texts = [verdict["section"], verdict["variant"], verdict["dispatch_dtype"], verdict["timing"]]
-    return f"{' '.join(text for text in texts if text)} T={verdict['tokens']}"
-
-
-def one_line(night: str, machine: str, verdicts: Sequence[Verdict], suspects: Sequence[str]) -> str:
-    counts = Counter(verdict["verdict"] for verdict in verdicts)
-    told = ", ".join(f"{counts[word]} {word}" for word in VERDICTS if counts[word]) or "no row at all"
-    colour = "RED" if exit_code(verdicts) else "green"
-    parts = [f"{colour} {night} {machine}: {told}"]
-    worst = next(
-        (verdict for verdict in verdicts if verdict["red"]), verdicts[0] if verdicts and colour == "RED" else None
-    )
-    if worst is not None:
-        change = "" if worst["change_pct"] is None else f" {worst['change_pct']:+.1f} %"
-        parts.append(f"{row_text(worst)}{change}" + (f" ({worst['reason']})" if worst["reason"] else ""))
-        parts += [f"first suspect: {suspects[0]}"] if suspects else []
-    return " | ".join(parts)
-
-
 def document(
     night: str, old: list[Row], new: list[Row], verdicts: list[Verdict], baseline: str, notices: list[str]
 ) -> dict[str, Any]:
     """What verdicts_<night>.json holds (docs/nightly.md)."""
-    machine = Counter(map(machine_key, new or old)).most_common(1)
-    suspects = first_suspects(old, new)
+    machine = max(map(machine_key, new or old), default="")
+    suspects, code = first_suspects(old, new), exit_code(verdicts)
     return {
         "schema": SCHEMA,
         "night": night,
-        "machine": machine[0][0] if machine else "",
+        "machine": machine,
         "baseline": baseline,
         "baseline_nights": sorted({row["night"] for row in old}),
-        "exit": exit_code(verdicts),
-        "line": one_line(night, machine[0][0] if machine else "(no machine)", verdicts, suspects),
+        "exit": code,
+        "line": one_line(code == OK_EXIT, f"{night} {machine}", verdicts, suspects),
         "suspects": suspects,
         "notices": notices,
         "counts": dict(Counter(verdict["verdict"] for verdict in verdicts)),

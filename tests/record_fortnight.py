@@ -29,7 +29,7 @@ KNOBS = {
     "HIDDEN": "256",
     "INTER": "128",
     "NUM_EXPERTS": "16",
-    "ITERS": "100",
+    "ITERS": "200",
     "CHECK_REPEATS": "2",
     "OMP_NUM_THREADS": "1",
 }

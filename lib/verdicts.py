@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ NIGHTS_WITHOUT_VERDICT = 3  # in a row, and the row is red
 # Two rows with these alike are the same case. `asked` is the timing of its repro line: a graph that could not be
 # captured labels its row otherwise. routing_sha and timing must agree too, but only an ok row has them for certain.
 IDENTITY = tuple(
-    """section variant comm compute_kernel algo asked world nodes tokens num_experts topk hidden inter dispatch_dtype
+    """asked section variant comm compute_kernel algo world nodes tokens num_experts topk hidden inter dispatch_dtype
     combine_dtype num_sms layout handle routing seed warmup iters iters_per_graph l2 device""".split()
 )
+INPUTS = itemgetter(*IDENTITY[1:])
 ASKED_TIMING = re.compile(r"\b(?:MEGA_)?TIMING=(\S+)")
 ALIKE = ("timing", "routing_sha")
 SHOWN = tuple(
@@ -45,7 +47,7 @@ def asked_timing(row: Row) -> str:
 
 
 def identity(row: Row) -> Key:
-    return tuple(asked_timing(row) if name == "asked" else row[name] for name in IDENTITY)
+    return asked_timing(row), *INPUTS(row)
 
 
 def case_id(key: Key) -> str:
@@ -63,7 +65,7 @@ def grouped(rows: Iterable[Row]) -> dict[Key, list[Row]]:
 def differences(old: Row, new: Row) -> list[str]:
     """What makes two rows another case, each as `name: old -> new`."""
     pairs = [("timing", asked_timing(old), asked_timing(new))]
-    pairs += [(name, old[name], new[name]) for name in IDENTITY if name != "asked"]
+    pairs += [(name, old[name], new[name]) for name in IDENTITY[1:]]
     if old["status"] == new["status"] == "ok":
         pairs += [(name, old[name], new[name]) for name in ALIKE]
     told = [f"{name}: {before or 'blank'} -> {after or 'blank'}" for name, before, after in pairs if before != after]
@@ -80,14 +82,16 @@ def pair_leftovers(old: dict[Key, list[Row]], new: dict[Key, list[Row]]) -> dict
     left_old, left_new = [key for key in old if key not in new], [key for key in new if key not in old]
     pairs: dict[Key, Key] = {}
 
-    def pair(part: Sequence[int]) -> None:
-        taken = set(pairs.values())
+    def pair(places: Sequence[int]) -> None:
+        part, taken = itemgetter(*places), set(pairs.values())
+        if len(pairs) == min(len(left_old), len(left_new)):
+            return
         index: dict[Key, list[Key]] = defaultdict(list)
         for key in reversed(left_old):
             if key not in taken:
-                index[tuple(key[place] for place in part)].append(key)
+                index[part(key)].append(key)
         for key in left_new:
-            if key not in pairs and (there := index.get(tuple(key[place] for place in part))):
+            if key not in pairs and (there := index.get(part(key))):
                 pairs[key] = there.pop()
 
     for dropped in free:
@@ -203,8 +207,8 @@ def judge_all(
     """Verdicts, worst first, and those of rows that should be run again before they are believed."""
     base, tonight = grouped(old), grouped(new)
     pairs = pair_leftovers(base, tonight)
-    verdicts, suspects = [], []
-    for key in [*tonight, *(key for key in base if key not in tonight and key not in set(pairs.values()))]:
+    paired, verdicts, suspects = set(pairs.values()), [], []
+    for key in [*tonight, *(key for key in base if key not in tonight and key not in paired)]:
         if key in pairs:
             verdict, suspect = incomparable(base[pairs[key]], tonight[key], metric)
         else:
@@ -272,7 +276,7 @@ def document(
     night: str, old: list[Row], new: list[Row], verdicts: list[Verdict], baseline: str, notices: list[str]
 ) -> dict[str, Any]:
     """What verdicts_<night>.json holds (docs/nightly.md)."""
-    machine = max(map(machine_key, new or old), default="")
+    machine = machine_key((new or old)[0]) if new or old else ""
     suspects, code = first_suspects(old, new), exit_code(verdicts)
     return {
         "schema": SCHEMA,

@@ -1,7 +1,7 @@
 """Stands in for run_sweep.sh in tests of nightly.sh: writes the rows of one sweep at once, or does as FAKE_* says.
 
-FAKE_P50: latency; FAKE_STATUS: of the row; FAKE_EXIT: status; FAKE_PLAN_EXIT: status of the dry run; FAKE_LOG: a file for
-the knobs it was called with; FAKE_HANG: a file to make, and then to sleep, if it is not there yet.
+FAKE_P50: latency; FAKE_STATUS: of the row; FAKE_EXIT: status; FAKE_PLAN_EXIT: status of the dry run; FAKE_LOG: a file
+for the knobs it was called with; FAKE_HANG: a file to make, and then to sleep, if it is not there yet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Nights for tests: rows made from real H200 rows, night files in a folder, and nightly.sh with a sweep of stand-ins."""
+"""Nights for tests: rows made from real H200 rows, files of nights, nightly.sh with a stand-in for the sweep."""
 
 from __future__ import annotations
 

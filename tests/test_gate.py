@@ -201,7 +201,11 @@ def test_the_committed_figures_are_what_the_simulation_gives() -> None:
     for row in rows:
         share = int(row["red"]) / int(row["row_nights"])
         assert float(row["red_share"]) == pytest.approx(share, rel=1e-5, abs=1e-12)
-        if row["what"] == "false red" and row["noise"] == "normal" and float(row["night_over_start"]) <= float(measured):
+        if (
+            row["what"] == "false red"
+            and row["noise"] == "normal"
+            and float(row["night_over_start"]) <= float(measured)
+        ):
             assert float(row["per_1000_nights"]) <= 1
         if row["what"] == "twice the threshold":
             assert share >= 0.9

@@ -74,7 +74,7 @@ def h200_fortnight(slow: float, seed: int) -> list[Row]:
     return rows
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_of_a_fortnight_of_h200_rows_exactly_the_night_ten_per_cent_slower_is_red(seed: int, tmp_path: Path) -> None:
     red, told = red_nights(tmp_path / "out", h200_fortnight(1.1, seed))
     assert red == [SLOW_NIGHT]

@@ -14,6 +14,7 @@ import argparse
 import csv
 import math
 import sys
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -125,12 +126,9 @@ class Setting:
 @cache
 def largest(n: int, m: int) -> tuple[int, int]:
     """The most inversions, and the most baseline starts above tonight's best, that still make a row red."""
-    inversions = above = -1
-    while 2 * gate.mann_whitney_p(n, m, inversions + 1) <= gate.ALPHA:
-        inversions += 1
-    while 2 * gate.precedence_p(n, m, above + 1) <= gate.ALPHA:
-        above += 1
-    return inversions, above
+    inversions = bisect_right(range(n * m // 2), gate.ALPHA / 2, key=lambda most: gate.mann_whitney_p(n, m, most))
+    above = bisect_right(range(m), gate.ALPHA / 2, key=lambda most: gate.precedence_p(n, m, most))
+    return inversions - 1, above - 1
 
 
 def draw(rng: np.random.Generator, setting: Setting, sds: Floats) -> tuple[Floats, Floats]:

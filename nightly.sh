@@ -16,7 +16,7 @@ main() {
     exec "$BARE" -m lib.nightly status "$OUT_DIR" "$(stamp_now)"
   fi
   if [[ ${CHECKED[dry_run]} == 1 ]]; then
-    cd -- "$CALLER_DIR" && RESUME='' exec "$ROOT/run_sweep.sh"
+    cd -- "$CALLER_DIR" && RESUME='' exec "$ROOT/run_sweep.sh" --plan
   fi
   prepare_output_dir
   take_lock

@@ -270,8 +270,8 @@ def main(arguments: Sequence[str]) -> int:
     command, *rest = arguments
     try:
         return COMMANDS[command](*rest)
-    except (BaselineError, SchemaError) as error:
-        say(str(error))
+    except (BaselineError, SchemaError, ValueError) as error:  # the last: a figure or a JSON that somebody edited
+        say(f"{command}: {error}")
         return RED_EXIT
     except OSError as error:
         say(f"{command}: {error.strerror}: {error.filename or 'OUT_DIR'}")

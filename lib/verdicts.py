@@ -295,8 +295,8 @@ def document(
 
 def earlier_streaks(folder: Path, night: str, machine: str) -> dict[str, int]:
     """Of the night before on the same machine: for how many nights each row has been without a verdict."""
-    for _, path in sorted(verdict_files(folder).items(), reverse=True):
-        if path.name >= f"verdicts_{night}":
+    for earlier, path in sorted(verdict_files(folder).items(), reverse=True):
+        if earlier >= night:
             continue
         document = json.loads(path.read_text())
         if document["machine"] == machine:

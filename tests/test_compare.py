@@ -54,6 +54,7 @@ BROKEN = {
     "header of plain rows only": HEADER,
     "other columns": "variant,time\ntorch,3\n",
     "another schema": HEADER.replace("lat_us_p50", "latency_us") + "1\n",
+    "no number": history.as_text([made | {"lat_us_p50": "fast"} for made in baseline()]),
     "a short line": history.NIGHT_HEADER + "20261101T020000Z,1,0,1\n" + "x\n",
     "no stamp": HEADER + "1,yesterday" + "," * (len(COLUMNS) - 2) + "\n",
 }

@@ -214,3 +214,9 @@ def test_the_committed_figures_are_what_the_simulation_gives() -> None:
     again = next(row for row in rows if row["what"] == "slower" and row["slower"] == "1.5")
     setting = simulation.Setting("normal", simulation.night_over_start(), int(again["starts"]), int(again["nights"]))
     assert simulation.count_red(setting, int(again["row_nights"]), 1.5) == int(again["red"])
+
+
+def test_the_table_in_the_documentation_is_made_from_the_committed_figures() -> None:
+    text = (SIMULATED.parent.parent / "nightly.md").read_text()
+    with SIMULATED.open(newline="") as file:
+        assert "\n".join(simulation.markdown(csv.DictReader(file))) in text

@@ -368,3 +368,9 @@ def test_the_verdicts_are_json_that_any_reader_takes(tmp_path: Path) -> None:
     judged(tmp_path, stamp(9))
     text = (tmp_path / f"verdicts_{stamp(9)}.json").read_text()
     assert json.loads(text, parse_constant=pytest.fail)["schema"] == 1
+
+
+def test_a_damaged_verdict_file_is_a_sentence_and_red(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / f"verdicts_{stamp(9)}.json").write_text("{ torn")
+    assert nightly.main(["status", str(tmp_path), stamp(9)]) == 3
+    assert len(capsys.readouterr().err.splitlines()) == 1

@@ -222,6 +222,11 @@ def test_a_night_file_that_cannot_be_written_is_4(tmp_path: Path) -> None:
     assert "Traceback" not in answer.stderr
 
 
+def test_a_dry_run_shows_the_sweeps_plan_and_starts_no_night(suite: Suite) -> None:
+    assert suite.run(DRY_RUN="1", FAKE_PLAN_EXIT="4").returncode == 4
+    assert not suite.out.exists()
+
+
 def test_old_nights_go_when_there_are_more_than_keep(suite: Suite) -> None:
     suite.fake_nights(7)
     suite.run(KEEP="5")

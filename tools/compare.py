@@ -68,7 +68,7 @@ def main() -> int:
         document = compare(given.baseline, given.new, given.metric)
         if given.json:
             write_whole(given.json, json.dumps(document, indent=1, allow_nan=False) + "\n")
-    except (BaselineError, SchemaError, OSError) as error:
+    except (BaselineError, SchemaError, OSError, ValueError) as error:  # the last: a cell that is no number
         print(error, file=sys.stderr)
         return RED_EXIT
     print("\n".join(document_lines(document)))

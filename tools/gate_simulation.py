@@ -16,7 +16,7 @@ import math
 import sys
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -190,7 +190,8 @@ def cases(measured: float, nights: int) -> list[tuple[str, Setting, float | str,
     """(what, setting, how much slower, row-nights)"""
     ratios = (0.0, measured, 0.6, 1.0)
     quiet = [Setting(noise, ratio) for noise in NOISES for ratio in ratios]
-    quiet += [Setting("normal", measured, nights=count) for count in (13, 30)]
+    quiet += [Setting("normal", ratio, nights=30) for ratio in (measured, 0.6)]
+    quiet += [Setting("normal", ratio, starts=8) for ratio in (measured, 0.6)]
     twice = [Setting("normal", measured, *size) for size in ((4, 5), (4, 13), (4, 30), (8, 5))]
     twice += [Setting(noise, measured) for noise in ("heavy_tails", "two_modes")]
     slow = [Setting("normal", measured, *size) for size in ((4, 5), (4, 30), (gate.MAX_STARTS, 5))]
@@ -199,6 +200,18 @@ def cases(measured: float, nights: int) -> list[tuple[str, Setting, float | str,
         *[("twice the threshold", setting, "twice", 100_000) for setting in twice],
         *[("slower", setting, factor, 20_000) for factor in (1.1, 1.5, 2.5, 10.0) for setting in slow],
     ]
+
+
+def markdown(rows: Iterable[Mapping[str, str]]) -> list[str]:
+    """The lines of the table in docs/nightly.md."""
+    lines = []
+    for row in rows:
+        what = f"{row['what']} x {row['slower']}" if row["what"] == "slower" else row["what"]
+        share = f"{100 * float(row['red_share']):.4g} %"
+        red = f"{row['per_1000_nights']} in 1,000 nights" if row["per_1000_nights"] else share
+        cells = [what, row["noise"], row["night_over_start"], row["starts"], row["nights"], red]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def main() -> int:
@@ -213,9 +226,11 @@ def main() -> int:
             count = count_red(setting, row_nights, slower)
             share = count / row_nights
             told = [what, setting.noise, f"{setting.night_over_start:.2f}", setting.starts, setting.nights, slower]
-            out.writerow([*told, row_nights, count, f"{share:.6g}", f"{share * ROWS * 1000:.6g}"])
-            print(*told, row_nights, count, f"{share:.6g}", f"{share * ROWS * 1000:.6g}", file=sys.stderr)
-    print(given.out)
+            per_1000_nights = f"{share * ROWS * 1000:.6g}" if what == "false red" else ""
+            out.writerow([*told, row_nights, count, f"{share:.6g}", per_1000_nights])
+            print(*told, row_nights, count, f"{share:.6g}", per_1000_nights, file=sys.stderr)
+    with given.out.open(newline="") as file:
+        print("\n".join(markdown(csv.DictReader(file))))
     return 0
 
 

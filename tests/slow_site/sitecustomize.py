@@ -14,13 +14,13 @@ FACTOR = float(os.environ.get("MOE_EP_TEST_SLOWER", "1.5"))
 
 
 class Slower(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):  # noqa: ANN001, ANN201 - importlib's signature
+    def find_spec(self, name, path=None, target=None):
         if name != MODULE:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         execute = spec.loader.exec_module
 
-        def exec_module(module):  # noqa: ANN001, ANN202
+        def exec_module(module):
             execute(module)
             slow_down(module.TorchSession)
 
@@ -28,10 +28,10 @@ class Slower(importlib.abc.MetaPathFinder):
         return spec
 
 
-def slow_down(session):  # noqa: ANN001, ANN201
+def slow_down(session):
     call = session.call
 
-    def slow(self) -> None:  # noqa: ANN001
+    def slow(self) -> None:
         begin = time.perf_counter()
         call(self)
         until = begin + (time.perf_counter() - begin) * FACTOR

@@ -87,12 +87,12 @@ run_starts() {
 run_start() {
   local folder=$OUT_DIR/night_$NIGHT/$1 resume=''
   [[ ! -e $folder/exit ]] || return 0
-  mkdir -p -- "$folder"
+  mkdir -p -- "$folder" || die "$EXIT_USAGE" "OUT_DIR=$OUT_DIR: cannot be written"
   [[ -z $(OUT_DIR=$folder list_stamps sweep) ]] || resume=last
   say "night $NIGHT, start $1${resume:+, gone on with}"
   run_sweep "${@:2}" OUT_DIR="$folder" RESUME=$resume
   case $REPLY in
-    0 | 1 | "$EXIT_SET_UP") printf '%s\n' "$REPLY" >"$folder/exit" ;;
+    0 | 1 | "$EXIT_SET_UP") printf '%s\n' "$REPLY" >"$folder/exit" || die "$EXIT_USAGE" "OUT_DIR=$OUT_DIR: full" ;;
     *) exit "$REPLY" ;;  # usage, lock, interrupt: it has said why
   esac
 }

@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,8 @@ def judge_figures(verdict: Verdict, base: list[Row], ok: list[Row], metric: str)
     first = values((row for row in clean if row["again"] == "0"), metric)
     again = values((row for row in clean if row["again"] == "1"), metric)
     found = gate.judge(nights, first, again)
+    if found.verdict == "REGRESSED" and found.suspect and any(row["again"] == "1" for row in ok):
+        found = replace(found, verdict="INCONCLUSIVE", reason="the second run has too few usable starts", tonight=True)
     whole = [night for night in nights if len(night) >= gate.MIN_STARTS]
     verdict |= {
         "verdict": found.verdict,

@@ -117,7 +117,7 @@ class Suite:
 
     def run(self, *arguments: str, **words: str) -> subprocess.CompletedProcess[str]:
         process = self.start(*arguments, **words)
-        said, told = process.communicate(timeout=60)
+        said, told = process.communicate(timeout=150)
         return subprocess.CompletedProcess(process.args, process.returncode, said, told)
 
     def sweeps(self) -> list[dict[str, str]]:

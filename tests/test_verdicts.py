@@ -151,6 +151,13 @@ def test_a_marked_night_is_inconclusive_and_red_only_the_third_time(mark: str) -
     assert "night 3 in a row" in third["reason"]
 
 
+def test_a_second_run_that_was_throttled_confirms_nothing() -> None:
+    again = [made | {"throttled": "1"} for made in night(TONIGHT, [], quiet(150, seed=8))]
+    found = of("INCONCLUSIVE", baseline(), night(TONIGHT, quiet(150, seed=7)) + again)
+    assert (found["red"], found["streak"]) == (False, 1)
+    assert "throttled in 4 of 8 starts" in found["reason"]
+
+
 def test_want_of_baseline_nights_is_no_streak() -> None:
     assert only(baseline(3), night(TONIGHT, quiet()))["streak"] == 0
 

@@ -198,7 +198,8 @@ def one_node(draft: Draft) -> Iterator[str]:
 
 
 # Each check with the fields it stands on: it is left out while one of them is wrong by itself.
-LATER = ("NIC", "MASTER_ADDR", "MASTER_PORT", "BASELINE", "STARTS", "KEEP")  # nodes, nightly: to come
+LATER = ("NIC", "MASTER_ADDR", "MASTER_PORT")  # nodes: to come
+OF_NIGHTLY = ("BASELINE", "STARTS", "KEEP")
 GPU_ONLY = ("L2", "PEAKS", "ITERS_PER_GRAPH")
 CHECKS: tuple[tuple[Check, tuple[str, ...]], ...] = (
     (devices_exist, ()),
@@ -232,6 +233,9 @@ def remarks(draft: Draft) -> Iterator[str]:
     for name in LATER:
         if name in draft.changed:
             yield f"{name}: has no effect in this version"
+    for name in OF_NIGHTLY:
+        if name in draft.changed:
+            yield f"{name}: has no effect here, ./nightly.sh reads it"
     for name in GPU_ONLY:
         if name in draft.changed and not draft.visible.gpu_count:
             yield f"{name}: has no effect on a CPU"

@@ -17,6 +17,7 @@ Measures Mixture-of-Experts expert parallelism: one process per GPU, DP = EP = n
 usage
   [KNOB=value ...] ./run.sh [--plan | --help]         one row per variant at TOKENS tokens per rank
   [KNOB=value ...] ./run_sweep.sh [--plan | --help]   the same variants over SEQ_LENS
+  [KNOB=value ...] ./nightly.sh [--help]              that sweep in several starts, against the accepted baseline
 
 examples
   ./run.sh
@@ -28,7 +29,7 @@ EXIT_CODES: tuple[tuple[int, str], ...] = (
     (0, "every runnable row is ok, and at least one ran"),
     (1, "a row failed, is wrong or timed out"),
     (2, "usage; an interpreter that is absent or lacks torch or numpy; an OUT_DIR that can't be written at the start"),
-    (3, "regressed, or the baseline is missing (nightly, compare)"),
+    (3, "a row is red, nothing could be judged, or the baseline is missing (nightly, compare)"),
     (4, "set-up failed, or nothing could run here"),
     (75, "another run holds the lock"),
     (130, "interrupted"),

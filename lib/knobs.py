@@ -16,6 +16,7 @@ from typing import Any
 
 from lib import knob_checks as checks
 from lib import knob_types as parse
+from lib.gate import MAX_NIGHTS, MAX_STARTS, MIN_NIGHTS, MIN_STARTS
 from lib.talk import say, show
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -28,6 +29,7 @@ REF_BACKENDS = "torch torch_fp8"
 COMM_BACKENDS = "torch deepep deepep_v2 nccl_ep flashinfer mscclpp mori"
 MEGA_BACKENDS = "deep_gemm_mega mxfp8_cutedsl nvfp4_cutedsl"
 SM90_MEGA_BACKENDS = "sm90_push_fp8 sm90_pull_fp8"
+FOR_SCRIPTS = "python comm_python fi_python out_dir dry_run resume debug starts keep baseline".split()
 TIMINGS = ("e2e", "e2e_pipelined", "kernel", "graph")
 MEGA_TIMINGS = TIMINGS[:3]
 
@@ -192,9 +194,9 @@ KNOBS: tuple[Knob, ...] = (
     Knob("NIC", "unset", NODES, "network interfaces to use, separated by commas; `^` in front = not to use",
          parse.pattern(r"\^?[\w.:=-]+(,[\w.:=-]+)*", "must be names separated by commas, ^ in front to exclude"), ""),
 
-    Knob("BASELINE", "the machine's accepted one", NIGHT, "a file to compare with", parse.existing_file, ""),
-    Knob("STARTS", "4", NIGHT, "process starts a night", parse.integer(1)),
-    Knob("KEEP", "30", NIGHT, "nights kept", parse.integer(1)),
+    Knob("BASELINE", "the machine's accepted one", NIGHT, "a CSV of nights to compare with", parse.any_path, ""),
+    Knob("STARTS", "4", NIGHT, "process starts a night", parse.integer(MIN_STARTS, MAX_STARTS)),
+    Knob("KEEP", "30", NIGHT, "nights kept", parse.integer(MIN_NIGHTS, MAX_NIGHTS)),
 )
 # fmt: on
 
@@ -356,8 +358,7 @@ def shell_lines(knobs: Knobs) -> list[str]:
     """What the scripts need to know, one `name=value` a line; no value holds a line break."""
     return [
         f"sections={' '.join(knobs.sections)}",
-        *(f"{name}={parse.render(getattr(knobs, name))}" for name in ("python", "comm_python", "fi_python", "out_dir")),
-        *(f"{name}={parse.render(getattr(knobs, name))}" for name in ("dry_run", "resume", "debug")),
+        *(f"{name}={parse.render(getattr(knobs, name))}" for name in FOR_SCRIPTS),
     ]
 
 

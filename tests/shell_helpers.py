@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ENTRY_SCRIPTS = ["run.sh", "run_sweep.sh", "test.sh", ".ci/run"]
+ENTRY_SCRIPTS = ["run.sh", "run_sweep.sh", "nightly.sh", "test.sh", ".ci/run"]
 SCRIPTS = [*ENTRY_SCRIPTS, "lib/env.sh"]
 
 KNOBS = """

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README, METHOD = ROOT / "README.md", ROOT / "docs" / "method.md"
 COLUMNS_MD = (ROOT / "docs" / "columns.md").read_text()
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-NIGHTLY_EXIT = 3  # of nightly.sh and compare, which come later
+NIGHTLY_EXIT = 3  # of nightly.sh and compare
 
 # Named in the documentation with a value, and read by others: launchers, libraries, the system.
 FOREIGN = {"RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "PATH", "HOME", "LC_ALL", "LANG", "DP", "EP", "TP"}

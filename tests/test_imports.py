@@ -30,8 +30,9 @@ def test_a_sections_coordinator_needs_the_standard_library_only(script: str) -> 
     assert not modules_after(f"import bench.{script}, lib.summary").intersection(HEAVY)
 
 
-def test_knobs_plan_rows_and_stats_import_no_torch() -> None:
-    assert not modules_after("import lib.knobs, lib.plan, lib.rows, lib.stats").intersection(HEAVY)
+def test_knobs_plan_rows_stats_and_the_gate_import_no_torch() -> None:
+    statement = "import lib.knobs, lib.plan, lib.rows, lib.stats, lib.gate, lib.nightly"
+    assert not modules_after(statement).intersection(HEAVY)
 
 
 def test_workers_need_torch_and_numpy_beside_the_standard_library() -> None:

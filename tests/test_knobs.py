@@ -296,6 +296,9 @@ def test_check_prints_exactly_what_the_scripts_read(command: Command, tmp_path: 
         "dry_run=1",
         "resume=",
         "debug=0",
+        "starts=4",
+        "keep=30",
+        "baseline=",
     ]
 
 

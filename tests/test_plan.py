@@ -243,7 +243,7 @@ OTHER_KNOBS = {
     "SETUP_TIMEOUT_S": "7",
     "SECTION": "ref",
     "REF_LIST": "torch",
-    "KEEP": "3",
+    "KEEP": "6",
     "SEQ_LENS": "1 2",
 }
 

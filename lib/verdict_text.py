@@ -1,0 +1,56 @@
+"""What people read of verdicts: a line for each row that is not plainly OK, and the one line of the morning."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+VERDICTS = ("REGRESSED", "LOST", "INCOMPARABLE", "NO_BASELINE", "INCONCLUSIVE", "IMPROVED", "OK")  # worst first
+SHOWN_ROWS = 40
+
+Verdict = dict[str, Any]
+
+
+def row_text(verdict: Verdict) -> str:
+    texts = [verdict["section"], verdict["variant"], verdict["dispatch_dtype"], verdict["timing"]]
+    sms = f" {verdict['num_sms']} SMs" if verdict["num_sms"] not in ("", "0") else ""
+    return f"{' '.join(text for text in texts if text)}{sms} T={verdict['tokens']}"
+
+
+def verdict_text(verdict: Verdict) -> str:
+    figures = ""
+    if verdict["change_pct"] is not None:
+        figures = (
+            f"  {verdict['baseline_median']:.6g} -> {verdict['new_median']:.6g}, {verdict['change_pct']:+.1f} % "
+            f"(threshold {verdict['threshold_pct']:.1f} %)"
+        )
+    why = f"  {verdict['reason']}" if verdict["reason"] else ""
+    return f"{verdict['verdict']:<12}  {row_text(verdict)}  {verdict['metric']}{figures}{why}"
+
+
+def one_line(green: bool, night: str, verdicts: Sequence[Verdict], suspects: Sequence[str]) -> str:
+    """Colour, night and machine, counts, the worst row, the first suspect."""
+    counts = Counter(verdict["verdict"] for verdict in verdicts)
+    told = ", ".join(f"{counts[word]} {word}" for word in VERDICTS if counts[word]) or "no row at all"
+    parts = [f"{'green' if green else 'RED'} {night.strip()}: {told}"]
+    worst = next((verdict for verdict in verdicts if verdict["red"]), None)
+    if worst is not None:
+        change = "" if worst["change_pct"] is None else f" {worst['change_pct']:+.1f} %"
+        parts.append(f"{row_text(worst)}{change}" + (f" ({worst['reason']})" if worst["reason"] else ""))
+    elif verdicts and not green:
+        parts.append(f"no row could be judged ({verdicts[0]['reason']})")
+    if suspects and not green:
+        parts.append(f"first suspect: {suspects[0]}")
+    return " | ".join(parts)
+
+
+def document_lines(document: Mapping[str, Any]) -> list[str]:
+    """Rows that are not plainly OK, what differs, notices, and the one line last."""
+    told = [verdict for verdict in document["verdicts"] if verdict["verdict"] != "OK" or verdict["reason"]]
+    lines = [verdict_text(verdict) for verdict in told[:SHOWN_ROWS]]
+    if len(told) > SHOWN_ROWS:
+        lines.append(f"... and {len(told) - SHOWN_ROWS} more, all in the JSON")
+    lines += [f"differs: {entry}" for entry in document["suspects"]]
+    lines += [f"notice: {entry}" for entry in document["notices"]]
+    return [*lines, document["line"]]

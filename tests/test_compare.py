@@ -1,0 +1,132 @@
+"""tools/compare.py and the files it reads: fails closed on whatever is no baseline, and is quick."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from nights import MEASURED, baseline, measured, night, quiet, row, write_nights
+
+from lib import history
+from lib.history import BaselineError
+from lib.rows import COLUMNS, HEADER, csv_line
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def compare(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "tools" / "compare.py", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def file_of(path: Path, rows: list[history.Row]) -> Path:
+    history.write_whole(path, history.as_text(rows))
+    return path
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    return file_of(tmp_path / "old.csv", baseline()), file_of(tmp_path / "new.csv", night(9, quiet(seed=7)))
+
+
+def test_a_good_night_is_exit_0_with_one_line(files: tuple[Path, Path]) -> None:
+    answer = compare(*files)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout == "green 20261109T020000Z nvidia-h200-x2: 1 OK\n"
+
+
+def test_ten_times_slower_is_exit_3_also_without_a_second_run(files: tuple[Path, Path], tmp_path: Path) -> None:
+    slow = file_of(tmp_path / "slow.csv", night(9, quiet(1000)))
+    answer = compare(files[0], slow, "--json", tmp_path / "v.json")
+    assert answer.returncode == 3
+    assert "REGRESSED" in answer.stdout
+    (verdict,) = json.loads((tmp_path / "v.json").read_text())["verdicts"]
+    assert verdict["change_pct"] == pytest.approx(900, abs=20)
+
+
+BROKEN = {
+    "missing": None,
+    "empty": "",
+    "header only": history.NIGHT_HEADER,
+    "header of plain rows only": HEADER,
+    "other columns": "variant,time\ntorch,3\n",
+    "another schema": HEADER.replace("lat_us_p50", "latency_us") + "1\n",
+    "no number": history.as_text([made | {"lat_us_p50": "fast"} for made in baseline()]),
+    "a short line": history.NIGHT_HEADER + "20261101T020000Z,1,0,1\n" + "x\n",
+    "no stamp": HEADER + "1,yesterday" + "," * (len(COLUMNS) - 2) + "\n",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
+def test_what_is_no_baseline_is_one_sentence_and_exit_3(text: str | None, files: tuple[Path, Path]) -> None:
+    bad = files[0].with_name("bad.csv")
+    if text is not None:
+        bad.write_text(text)
+    for pair in ((bad, files[1]), (files[0], bad)):
+        answer = compare(*pair)
+        assert answer.returncode == 3
+        assert len(answer.stderr.splitlines()) == 1
+        assert "Traceback" not in answer.stderr
+
+
+def test_an_unknown_metric_is_exit_3_and_a_missing_argument_exit_2(files: tuple[Path, Path]) -> None:
+    answer = compare(*files, "--metric", "latency")
+    assert answer.returncode == 3
+    assert "lat_us_p50" in answer.stderr
+    assert compare(files[0]).returncode == 2
+
+
+def test_a_torn_last_line_is_left_out_with_a_notice(files: tuple[Path, Path]) -> None:
+    text = files[0].read_text()
+    files[0].write_text(text[:-5])
+    answer = compare(*files)
+    assert "notice: old.csv: a torn last line was left out" in answer.stdout
+    assert "INCONCLUSIVE" in answer.stdout  # the fifth night has three whole starts left
+
+
+def test_plain_rows_are_nights_by_their_stamps_and_files_by_name_or_folder(tmp_path: Path) -> None:
+    rows = [dict(measured()[1]) | {"stamp": f"2026113{day}T02{minute}000Z"} for day in (0,) for minute in range(4)]
+    path = tmp_path / "sweep_20261130T020000Z_comm.csv"
+    path.write_text(HEADER + "".join(csv_line({name: row[name] for name in COLUMNS}) for row in rows))
+    for place in (path, tmp_path):
+        found, _ = history.read_all(place)
+        assert [(made["night"], made["start"]) for made in found] == [("20261130T020000Z", str(n)) for n in range(1, 5)]
+    with pytest.raises(BaselineError, match="no rows"):
+        history.read_all(tmp_path.parent / "test_empty" if (tmp_path.parent / "test_empty").mkdir() else ROOT / "lib")
+
+
+def test_the_night_compared_is_left_out_of_its_own_baseline(tmp_path: Path) -> None:
+    write_nights(tmp_path, baseline(6) + night(9, quiet(seed=7)))
+    answer = compare(tmp_path, tmp_path / "night_20261109T020000Z.csv")
+    assert answer.returncode == 0
+    assert "left out of the baseline" in answer.stdout
+
+
+def test_a_baseline_from_after_the_night_is_told(tmp_path: Path) -> None:
+    late, early = file_of(tmp_path / "a.csv", baseline(9)), file_of(tmp_path / "b.csv", night(6, quiet(seed=7)))
+    rows = [made for made in history.read(late)[0] if made["night"] != "20261106T020000Z"]
+    assert "did a clock go back" in compare(file_of(late, rows), early).stdout
+
+
+def test_the_committed_h200_rows_of_two_starts_raise_no_false_alarm() -> None:
+    answer = compare(MEASURED / "comm_h200x2_repeat.csv", MEASURED / "comm_h200x2_repeat.csv")
+    assert "REGRESSED" not in answer.stdout
+
+
+@pytest.mark.parametrize("kind", ["a baseline of 7 nights", "all incomparable"])
+def test_two_files_of_ten_thousand_rows_take_two_seconds_at_most(kind: str, tmp_path: Path) -> None:
+    if kind == "all incomparable":
+        cases = [row(1, 1, tokens=str(case)) for case in range(10_000)]
+        tonight = [made | {"night": "20261120T020000Z", "iters": "7"} for made in cases]
+    else:
+        cases = [made | {"tokens": str(case)} for case in range(358) for made in baseline(7)][:10_000]
+        tonight = [made | {"night": "20261120T020000Z"} for made in cases]
+    old, new = file_of(tmp_path / "old.csv", cases), file_of(tmp_path / "new.csv", tonight)
+    code = f"import sys, time; sys.argv[1:] = {[str(old), str(new)]!r}; from tools.compare import main; main()"
+    timed = f"{code}; print(time.process_time())"  # its own work: on a busy machine the wall tells of the others
+    answer = subprocess.run([sys.executable, "-c", timed], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert " 20261120T020000Z " in answer.stdout
+    assert float(answer.stdout.splitlines()[-1]) <= 2

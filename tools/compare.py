@@ -1,0 +1,79 @@
+#!/usr/bin/env python3
+"""Compare rows with a baseline, by the rules of the nightly gate (docs/nightly.md).
+
+    python -m tools.compare BASELINE NEW [--metric lat_us_p50] [--json FILE]
+
+Each of the two is a CSV of rows, of a night (night_*.csv) or of a baseline, or a folder of them. What differs beside
+the figures is told too: versions, transport, code. Nothing can be run again here: a slower row is judged by p <= 0.002.
+Exit code: 0 no row is worse and at least one could be judged; 2 usage; 3 worse, or not comparable, or no baseline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):  # started as a file, not with -m
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from lib import verdicts
+from lib.gate import BETTER, METRIC
+from lib.history import BaselineError, Row, read_all, write_whole
+from lib.rows import SchemaError
+from lib.verdict_text import document_lines
+
+RED_EXIT = verdicts.RED_EXIT
+
+
+def sides(baseline: Path, new: Path) -> tuple[list[Row], list[Row], list[str]]:
+    """Rows of both; of NEW the latest night. Raises BaselineError where a side has no row to compare."""
+    old, told = read_all(baseline)
+    rows, more = read_all(new)
+    for path, found in ((baseline, old), (new, rows)):
+        if not found:
+            raise BaselineError(f"{path}: has a header and no rows; nothing to compare")
+    notices = [*told, *more]
+    night = max(row["night"] for row in rows)
+    nights = {row["night"] for row in rows}
+    if len(nights) > 1:
+        notices.append(f"{new}: has {len(nights)} nights; the last one, {night}, is compared")
+    before = [row for row in old if row["night"] != night]
+    if len(before) < len(old) and before:
+        notices.append(f"{baseline}: night {night} is the one compared and is left out of the baseline")
+        old = before
+    if max(row["night"] for row in old) > night:
+        notices.append(f"{baseline}: has nights after {night}: is it the newer side, or did a clock go back?")
+    return old, [row for row in rows if row["night"] == night], notices
+
+
+def compare(baseline: Path, new: Path, metric: str) -> dict[str, object]:
+    """The document of docs/nightly.md, "verdicts_<night>.json"."""
+    if metric not in BETTER:
+        raise BaselineError(f"--metric {metric}: no direction is known for it; choose from: {' '.join(BETTER)}")
+    old, tonight, notices = sides(baseline, new)
+    rows, _ = verdicts.judge_all(old, tonight, metric)
+    return verdicts.document(tonight[0]["night"], old, tonight, rows, str(baseline), notices)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("baseline", type=Path, metavar="BASELINE")
+    parser.add_argument("new", type=Path, metavar="NEW")
+    parser.add_argument("--metric", default=METRIC, help=f"column to judge by ({METRIC})")
+    parser.add_argument("--json", type=Path, help="also write all verdicts there")
+    given = parser.parse_args()
+    try:
+        document = compare(given.baseline, given.new, given.metric)
+        if given.json:
+            write_whole(given.json, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    except (BaselineError, SchemaError, OSError, ValueError) as error:  # the last: a cell that is no number
+        print(error, file=sys.stderr)
+        return RED_EXIT
+    print("\n".join(document_lines(document)))
+    return int(str(document["exit"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

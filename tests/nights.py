@@ -26,7 +26,7 @@ STARTS = 4
 
 
 @cache
-def measured(name: str = "comm_h200x2.csv") -> tuple[dict[str, str], ...]:
+def measured(name: str = "comm_h200x2_first.csv") -> tuple[dict[str, str], ...]:
     with (MEASURED / name).open(newline="") as file:
         return tuple(csv.DictReader(file))
 

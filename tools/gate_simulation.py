@@ -28,7 +28,7 @@ import numpy.typing as npt
 from lib import gate
 
 MEASURED = Path(__file__).resolve().parent.parent / "docs" / "measured"
-FILES = ("comm_h200x2.csv", "comm_h200x2_repeat.csv")  # two bookings' stamps, the second a start of its own
+FILES = ("comm_h200x2_first.csv", "comm_h200x2_repeat.csv")  # two bookings of one day, the second a start of its own
 SAME = "variant timing tokens dispatch_dtype num_sms l2".split()
 MANY_TOKENS = 4096
 ROWS = 150

@@ -18,7 +18,7 @@ BARRIER_BYTES = 4096
 
 def cuda_group(rank: int, world: int, local_rank: int, nodes: int, timeout: datetime.timedelta) -> Group:
     """NCCL for the backend's data and gloo for the harness's words, on this rank's GPU."""
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())  # a launcher may show each task its own GPU
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     host_pg = dist.new_group(backend="gloo", timeout=timeout)
@@ -32,6 +32,9 @@ def device_barrier(group: Group) -> tuple[Callable[[], None], str]:
     """
     if group.world == 1:
         return lambda: None, "none"
+    if group.nodes > 1:
+        one = torch.ones(1, device=group.device)
+        return lambda: dist.all_reduce(one, group=group.pg), "all_reduce"
     try:
         import torch.distributed._symmetric_memory as symmetric
 

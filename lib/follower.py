@@ -24,7 +24,7 @@ from lib.meeting import Card, make_card
 from lib.monitor import Monitor
 from lib.nodes import BEATS_A_SILENCE, NODE_SILENT_S, NOT_MET, POLL_S, address_key, outer_store
 from lib.plan import Case
-from lib.ranks_environment import worker_environment
+from lib.ranks_environment import LOOPBACK, worker_environment
 from lib.talk import say
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def find_node_0(section: str, launcher: Launcher, knobs: Knobs) -> Channel:
     while time.monotonic() < deadline:
         try:
             return Channel.connect(meeting_point)
-        except OSError as error:
+        except OSError as error:  # noqa: PERF203 - it sleeps anyway
             why = error.strerror or str(error)
             time.sleep(RETRY_S)
     raise NodeZeroGoneError(f"node 0 was not found at {meeting_point} within {NODE_SILENT_S:g} s ({why})", False)
@@ -80,7 +80,7 @@ class Follower:
     ) -> None:
         self.link, self.launcher, self.ranks, self.monitor = link, launcher, ranks, monitor
         self.host = plain_address(link.sock.getpeername()[0])
-        self.environment = environment(nic.interface_of(plain_address(link.sock.getsockname()[0])))
+        self.environment, self.interface = environment, nic.interface_of(plain_address(link.sock.getsockname()[0]))
         self.agent: Agent | None = None
         self.reader: threading.Thread | None = None
         self.told_end = False  # of the agent
@@ -97,8 +97,8 @@ class Follower:
                 ready = selector.select(POLL_S)
                 for message in self._hear() if ready else []:
                     if message["type"] == "end":
-                        for line in message["lines"]:
-                            say(line)
+                        if self.launcher.local_rank == 0:  # once a node
+                            say("\n".join(message["lines"]))
                         return int(message["code"])
                     self._obey(message)
                 self._tell_of_agent()
@@ -154,10 +154,14 @@ class Follower:
     def _start(self, message: Message) -> None:
         self.agent, self.told_end = Agent(message["mark"], self.launcher, self.ranks), False
         control = f"{self.host}:{message['port']}"
-        environment = self.environment | message["set"]
+        # on node 0 itself the way to node 0 may be the loopback, which is nobody else's way here
+        way = message["interface"] if self.interface == LOOPBACK else self.interface
+        environment = self.environment(way) | message["set"]
         self.agent.start(environment, control, message["secret"], subprocess.PIPE)
-        assert self.agent.process is not None and self.agent.process.stdout is not None
-        self.reader = threading.Thread(target=self._relay, args=(self.agent.process.stdout,), daemon=True)
+        assert self.agent.process is not None
+        output = self.agent.process.stdout
+        assert output is not None
+        self.reader = threading.Thread(target=self._relay, args=(output,), daemon=True)
         self.reader.start()
 
     def _relay(self, output: IO[bytes]) -> None:

@@ -114,7 +114,7 @@ class WorkerGroup:
         control, port = channel.address_of(self.listener), self.listener.getsockname()[1]
         if hub is not None:
             told = {"mark": request.mark, "port": port, "secret": self.secret, "set": request.wanted}
-            hub.tell({"type": "start"} | told)
+            hub.tell({"type": "start", "interface": hub.interface} | told)
             control = f"{hub.address}:{port}"
         self.agent.start(request.environment | request.wanted, control, self.secret, request.log)
         self._restart_clock(SETUP)

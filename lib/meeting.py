@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from lib.knobs import Knobs
 
 Card = dict[str, Any]
-# What may differ from node to node: where it is, what its folders and interpreters are called, and what is node 0's
-# alone to act on.
+# What may differ from node to node: where it is, what its folders and interpreters are called, and what node 0 alone
+# acts on.
 OWN = frozenset(
-    "NODE_RANK MASTER_ADDR CUDA_VISIBLE_DEVICES PYTHON COMM_PYTHON FI_PYTHON OUT_DIR RESUME DEBUG PEAKS BASELINE STARTS "
-    "KEEP".split()
+    "NODE_RANK MASTER_ADDR CUDA_VISIBLE_DEVICES PYTHON COMM_PYTHON FI_PYTHON OUT_DIR RESUME DEBUG PEAKS BASELINE "
+    "STARTS KEEP".split()
 )
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 LISTED = 3  # differing cases that are named
@@ -77,9 +77,11 @@ def differences(first: Card, other: Card) -> list[str]:
         here, there = (card["knobs"].get(name, "") for card in (first, other))
         if here != there:
             found.append(f"{name}: {here or 'unset'} here, {there or 'unset'} there")
-    for name in ("device", "torch"):
-        if first[name] != other[name]:
-            found.append(f"{name}: {first[name] or 'none'} here, {other[name] or 'none'} there")
+    found += [
+        f"{name}: {first[name] or 'none'} here, {other[name] or 'none'} there"
+        for name in ("device", "torch")
+        if first[name] != other[name]
+    ]
     return found or _plan_differences(first, other)
 
 

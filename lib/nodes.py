@@ -150,8 +150,10 @@ class Hub:
     def _publish(self) -> None:
         host, port = self.knobs.master_addr, self.knobs.master_port
         assert port is not None
-        mine = f"{address_towards(host, port)}:{self.listener.getsockname()[1]}"
-        outer_store(host, port).set(address_key(self.section), mine)
+        mine = address_towards(host, port)
+        if mine.startswith("127.") or mine == "::1":
+            mine = host  # it is ours, and its name may stand for the loopback on this node alone
+        outer_store(host, port).set(address_key(self.section), f"{mine}:{self.listener.getsockname()[1]}")
 
     def meet(self, card: Card, cases: list[Case]) -> list[Case]:
         """Wait for all members, compare, and return the cases with everybody's verdicts.
@@ -163,20 +165,24 @@ class Hub:
         names = {number: self.launcher.name(number, cards[number]["host"]) for number in sorted(cards)}
         cards = dict(sorted(cards.items()))
         refused = [*twice, *agree(cards, names)]
-        missing = [number for number in range(self.launcher.members) if number not in cards]
-        if refused or missing:
-            kind = "rank" if self.launcher.joined else "node"
-            late = [f"{kind} {number} has not come to {self._here()} within {NODE_SILENT_S:g} s" for number in missing]
+        late = [] if twice else self._late(cards)
+        if refused or late:
             raise RefusedError(refused + late) if refused else NotMetError(late)
         self.cards, self.names = cards, names
-        self.address = plain_address(self.peers[1].link.sock.getsockname()[0])
+        # the last member is on another node, if any is: its way here is that of all nodes' words
+        self.address = plain_address(self.peers[max(self.peers)].link.sock.getsockname()[0])
         self.tell({"type": "welcome", "name": names[0]})
         self.thread = threading.Thread(target=self._listen, daemon=True)
         self.thread.start()
         return everyones_verdicts(cases, cards, names)
 
-    def _here(self) -> str:
-        return f"{self.knobs.master_addr}:{self.knobs.master_port}"
+    def _late(self, cards: dict[int, Card]) -> list[str]:
+        where = f"to {self.knobs.master_addr}:{self.knobs.master_port} within {NODE_SILENT_S:g} s"
+        kind, hint = "rank", ""
+        if not self.launcher.joined:
+            kind, hint = "node", "; start it with the same command and its own NODE_RANK"
+        missing = [number for number in range(self.launcher.members) if number not in cards]
+        return [f"{kind} {number} has not come {where}{hint}" for number in missing]
 
     def _gather(self, cards: dict[int, Card]) -> list[str]:
         """Fill in `cards` and peers until all are there or time is up; returns what is wrong with who came."""
@@ -199,17 +205,14 @@ class Hub:
         """A member's card, or a stranger's words, which end the connection. Returns why the run can't be."""
         try:
             messages = link.receive_ready()
-            if messages == []:
-                return []  # the rest of a long line is still to come
+            known = next((number for number, peer in self.peers.items() if peer.link is link), None)
+            if messages == [] or (known is not None and messages and messages[-1]["type"] == "beat"):
+                return []  # the rest of a long line is still to come, or a member waits on
             if messages is None or messages[0]["type"] != "hello":
                 raise ValueError("no member of a run, or one that left again")
             number, card = int(messages[0]["member"]), dict(messages[0]["card"])
         except (ValueError, KeyError, TypeError):
-            self.selector.unregister(link)
-            link.close()
-            self.links.remove(link)
-            for number in [number for number, peer in self.peers.items() if peer.link is link]:
-                del self.peers[number], cards[number]
+            self._forget(link, cards)
             return []
         name = self.launcher.name(number, card["host"])
         if not 0 < number < self.launcher.members:
@@ -219,6 +222,14 @@ class Hub:
         cards[number] = card
         self.peers[number] = Peer(name, link)
         return []
+
+    def _forget(self, link: Channel, cards: dict[int, Card]) -> None:
+        """A stranger, or a member that left before all had come and may come again."""
+        self.selector.unregister(link)
+        link.close()
+        self.links.remove(link)
+        for number in [number for number, peer in self.peers.items() if peer.link is link]:
+            del self.peers[number], cards[number]
 
     # -- afterwards
 
@@ -303,7 +314,8 @@ class Hub:
         self.listener.close()
         for link in self.links:
             with contextlib.suppress(OSError):
-                link.send({"type": "end", "code": self.code, "lines": self.farewell})
+                lines = [f"{self.section}: {line}" for line in self.farewell]
+                link.send({"type": "end", "code": self.code, "lines": lines})
         # A connection that is closed with words unread in it may lose our last ones: wait until each has left.
         deadline = time.monotonic() + FAREWELL_S
         for link in self.links:

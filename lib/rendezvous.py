@@ -1,7 +1,7 @@
 """How ranks that several commands started become one process group.
 
-Each command's ranks count from 0; `place` gives their numbers over all of them. Rank 0 hosts the group's store on a port
-that the OS chooses, so no port is guessed and lost in between; the others hear of it through the coordinator.
+Each command's ranks count from 0; `place` gives their numbers over all of them. Rank 0 hosts the group's store on a
+port that the OS chooses, so no port is guessed and lost in between; the others hear of it through the coordinator.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def place(env: Mapping[str, str]) -> tuple[int, int]:
 
 
 def meet(say_port: Callable[[int], None], ports: queue.Queue[int], host: str, timeout_s: float) -> None:
-    """Set the variables by which `init_process_group`, and libraries that rendezvous by themselves, find rank 0's store.
+    """Set the variables by which `init_process_group`, and libraries that do it themselves, find rank 0's store.
 
     host: where this rank reaches node 0 · ports: yields the store's port once rank 0 has said it.
     """

@@ -395,5 +395,5 @@ def _run_section(section: Section) -> int:
         agreed = hub.meet(make_card(section.name, knobs, machine, cases, env), cases)
         run = Run(section, knobs, machine, launcher, agreed, hub)
         hub.code = run.execute()
-        hub.farewell = [f"{section.name}: the rows are on {hub.names[0]}: {run.files.csv}"]
+        hub.farewell = [f"the rows are on node 0 ({hub.cards[0]['host']}): {run.files.csv}"]
         return hub.code

@@ -100,7 +100,7 @@ run_sections() {
       run_section "$section" "${PYTHON_OF[$section]}"  # the signal came before it could write: its rows are due
     fi
     if [[ $REPLY == "$EXIT_NOT_MET" ]]; then
-      STATUSES+=("$EXIT_SET_UP")
+      STATUSES+=("$((${#STATUSES[@]} > 0 ? 1 : EXIT_SET_UP))")
       break  # the nodes did not come together, and would not for the next section
     fi
     STATUSES+=("$REPLY")

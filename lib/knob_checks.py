@@ -128,7 +128,9 @@ def experts_divide(draft: Draft) -> Iterator[str]:
     most = min(max(NODE_GPUS, knobs.gpus), draft.visible.gpu_count or CPU_RANKS_MAX)
     gpus = [count for count in range(1, most + 1) if experts % (count * knobs.nnodes) == 0]
     what = f"not divisible by {world} ranks"
-    if draft.given("GPUS") or not draft.given("NUM_EXPERTS"):
+    if not gpus:  # three nodes, and 32 experts
+        yield f"NUM_EXPERTS={experts}: is {what} (NNODES={knobs.nnodes}); {_work('NUM_EXPERTS', counts)}"
+    elif draft.given("GPUS") or not draft.given("NUM_EXPERTS"):
         remedy = f"{_work('GPUS', gpus)}, or NUM_EXPERTS={or_list(counts)}"
         yield f"GPUS={knobs.gpus}: NUM_EXPERTS={experts} is {what}; {remedy}"
     else:

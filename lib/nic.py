@@ -91,11 +91,6 @@ def nic_environment(nic: str, devices: Sequence[str], env: Mapping[str, str]) ->
     return {name: spell(nic, left) for name, spell in SPELLINGS.items() if not env.get(name)}
 
 
-def kept_variables(nic: str, env: Mapping[str, str]) -> list[str]:
-    """Libraries' own variables that are set beside NIC, and win over it."""
-    return [name for name in SPELLINGS if nic and env.get(name)]
-
-
 # -- the fingerprint
 
 

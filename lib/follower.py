@@ -83,7 +83,7 @@ class Follower:
         self.environment, self.interface = environment, nic.interface_of(plain_address(link.sock.getsockname()[0]))
         self.agent: Agent | None = None
         self.reader: threading.Thread | None = None
-        self.told_end = False  # of the agent
+        self.group, self.told_end = "", False  # of the agent
         self.heard, self.welcome = time.monotonic(), False
 
     def run(self, card: Card) -> int:
@@ -143,9 +143,9 @@ class Follower:
         elif kind == "dump" and self.agent is not None:
             ranks = [(number, pid, phase) for number, pid, phase in message["ranks"]]
             self.agent.dump_stacks(ranks, lambda text: self.tell({"type": "log", "text": text.decode()}))
-            self.tell({"type": "dumped"})
+            self.tell({"type": "dumped", "group": self.group})
         elif kind == "end group":
-            self.tell({"type": "ended", "stuck": self._end(message["leaders"])})
+            self.tell({"type": "ended", "group": self.group, "stuck": self._end(message["leaders"])})
         elif kind == "watch":
             self.monitor.watch()
         elif kind == "take":
@@ -153,6 +153,7 @@ class Follower:
 
     def _start(self, message: Message) -> None:
         self.agent, self.told_end = Agent(message["mark"], self.launcher, self.ranks), False
+        self.group = message["group"]
         control = f"{self.host}:{message['port']}"
         # on node 0 itself the way to node 0 may be the loopback, which is nobody else's way here
         way = message["interface"] if self.interface == LOOPBACK else self.interface
@@ -172,7 +173,7 @@ class Follower:
     def _tell_of_agent(self) -> None:
         if self.agent is not None and not self.told_end and (code := self.agent.poll()) is not None:
             self.told_end = True
-            self.tell({"type": "agent", "code": code, "pid": self.agent.pid})
+            self.tell({"type": "agent", "code": code, "group": self.group})
 
     def _end(self, leaders: list[int]) -> list[int]:
         """End this node's ranks; returns the processes that do not go."""

@@ -100,7 +100,7 @@ class WorkerGroup:
         self.listener = channel.listen_to_nodes() if request.hub else channel.listen()
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ, None)
-        self.secret = secrets.token_hex(16)
+        self.secret, self.name = secrets.token_hex(16), secrets.token_hex(4)
         try:
             self._start()
             return self._serve()
@@ -114,7 +114,7 @@ class WorkerGroup:
         control, port = channel.address_of(self.listener), self.listener.getsockname()[1]
         if hub is not None:
             told = {"mark": request.mark, "port": port, "secret": self.secret, "set": request.wanted}
-            hub.tell({"type": "start", "interface": hub.interface} | told)
+            hub.tell({"type": "start", "group": self.name, "interface": hub.interface} | told)
             control = f"{hub.address}:{port}"
         self.agent.start(request.environment | request.wanted, control, self.secret, request.log)
         self._restart_clock(SETUP)
@@ -153,11 +153,14 @@ class WorkerGroup:
 
     def _hear_members(self) -> None:
         for member, message in self.request.hub.take() if self.request.hub else []:
-            if message["type"] == "agent":
+            if message["type"] == "agent" and message["group"] == self.name:  # not an earlier group's
                 self.ended[member] = message["code"]
 
     def _read(self, link: Channel, number: int | None) -> None:
-        messages = link.receive_ready()
+        try:
+            messages = link.receive_ready()
+        except ValueError:  # a stranger: on several nodes the port is open to all
+            messages = None
         if messages is None:
             self.selector.unregister(link)
             link.close()
@@ -165,13 +168,14 @@ class WorkerGroup:
                 self.gone.append(number)
             return
         for message in messages:
-            if number is None:
-                number = self._hello(link, message)
-            else:
+            if number is not None:
                 self._message(link, number, message)
+            elif (number := self._hello(link, message)) is None:
+                return
 
-    def _hello(self, link: Channel, message: dict[str, Any]) -> int | None:
-        if message.get("type") != "hello" or not secrets.compare_digest(str(message.get("secret")), self.secret):
+    def _hello(self, link: Channel, message: Any) -> int | None:
+        said = str(message.get("secret")) if isinstance(message, dict) and message.get("type") == "hello" else ""
+        if not secrets.compare_digest(said.encode(), self.secret.encode()):
             self.selector.unregister(link)
             link.close()
             return None
@@ -311,7 +315,7 @@ class WorkerGroup:
                 hub.tell_one(member, {"type": "dump", "ranks": stacks[member]})
         self.agent.dump_stacks(stacks[0], write)
         if hub is not None:
-            hub.replies("dumped", DUMP_S * self.request.here + GRACE_S)
+            hub.replies("dumped", DUMP_S * self.request.here + GRACE_S, self.name)
 
     def end(self) -> None:
         """TERM every agent, a grace, KILL every recorded group that is still ours, and wait until all are gone."""
@@ -328,7 +332,7 @@ class WorkerGroup:
             hub.tell_one(member, {"type": "end group", "leaders": leaders[member]})
         stuck = {"": self.agent.end(leaders[0])}
         if hub is not None:
-            replies = hub.replies("ended", GRACE_S + 2 * GONE_S)
+            replies = hub.replies("ended", GRACE_S + 2 * GONE_S, self.name)
             stuck |= {self._on(member): reply["stuck"] for member, reply in replies.items()}
         for where, pids in stuck.items():
             for pid in pids:

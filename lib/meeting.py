@@ -104,7 +104,7 @@ def _some(names: Sequence[str]) -> str:
 
 def agree(cards: Mapping[int, Card], names: Mapping[int, str]) -> list[str]:
     """Every reason why the members can't run together, each a sentence that names the member. [] if they can."""
-    refused = [f"{names[number]}: {card['trouble']}" for number, card in cards.items() if card["trouble"]]
+    refused = [f"{names[number]}: {card['trouble']}" for number, card in cards.items() if card.get("trouble")]
     for number, card in cards.items():
         for difference in differences(cards[0], card) if number else []:
             what, _, values = difference.partition(": ")

@@ -211,10 +211,10 @@ class Hub:
             if messages is None or messages[0]["type"] != "hello":
                 raise ValueError("no member of a run, or one that left again")
             number, card = int(messages[0]["member"]), dict(messages[0]["card"])
+            name = self.launcher.name(number, card["host"])
         except (ValueError, KeyError, TypeError):
             self._forget(link, cards)
             return []
-        name = self.launcher.name(number, card["host"])
         if not 0 < number < self.launcher.members:
             return agree({0: cards[0], number: card}, {0: self.launcher.name(0, cards[0]["host"]), number: name})
         if number in cards:
@@ -249,8 +249,8 @@ class Hub:
             found.append(self.inbox.get())
         return found
 
-    def replies(self, kind: str, limit_s: float) -> dict[int, Message]:
-        """One message of this kind from each member that is there; what else comes is kept for `take`."""
+    def replies(self, kind: str, limit_s: float, group: str = "") -> dict[int, Message]:
+        """One message of this kind (of this group) from each member that is there; others are kept for `take`."""
         found: dict[int, Message] = {}
         deadline = time.monotonic() + limit_s
         while any(number not in found and not peer.gone for number, peer in self.peers.items()):
@@ -258,7 +258,7 @@ class Hub:
                 break
             with contextlib.suppress(queue.Empty):
                 number, message = self.inbox.get(timeout=POLL_S)
-                if message["type"] == kind:
+                if message["type"] == kind and message.get("group", "") == group:
                     found[number] = message
                 else:
                     self.kept.append((number, message))
@@ -299,7 +299,8 @@ class Hub:
         peer.heard = time.monotonic()
         for message in messages:
             if message["type"] == "log":
-                self.log(message["text"].encode(errors="replace"))
+                with contextlib.suppress(OSError, ValueError):  # a full disk, or a log that is closed already
+                    self.log(message["text"].encode(errors="replace"))
             elif message["type"] == "bye":
                 peer.gone, peer.stopped = message["why"], True
             elif message["type"] != "beat":

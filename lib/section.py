@@ -387,10 +387,11 @@ def _run_section(section: Section) -> int:
         text = [f"{section.name}: {len(cases)} cases on {machine.device}", *plan_lines(cases)]
         show(text)
         return OK_EXIT
-    if launcher.members == 1:
-        return Run(section, knobs, machine, launcher, cases).execute()
+    cut_short = env.get("MOE_EP_INTERRUPTED") == "1"  # node 0 writes its rows, and nobody need come for that
     if launcher.follower:
-        return follow(section.name, launcher, knobs, machine, cases)
+        return INTERRUPTED_EXIT if cut_short else follow(section.name, launcher, knobs, machine, cases)
+    if launcher.members == 1 or cut_short:
+        return Run(section, knobs, machine, launcher, cases).execute()
     with Hub(section.name, launcher, knobs) as hub:
         agreed = hub.meet(make_card(section.name, knobs, machine, cases, env), cases)
         run = Run(section, knobs, machine, launcher, agreed, hub)

@@ -184,7 +184,10 @@ def test_a_node_that_waits_for_a_later_one_may_speak_meanwhile() -> None:
         link.close()
 
 
-@pytest.mark.parametrize("words", [b"GET / HTTP/1.0\r\n\r\n", b'{"type": "hullo"}\n', b"[]\n", b'{"type": "hello"}\n'])
+@pytest.mark.parametrize(
+    "words",
+    [b"GET / HTTP/1.0\r\n\r\n", b'{"type": "hullo"}\n', b"[]\n", b'{"type": "hello", "member": 1, "card": {}}\n'],
+)
 def test_a_stranger_at_the_port_is_sent_away_and_disturbs_nobody(two: Meeting, words: bytes) -> None:
     with two.hub:
         stranger = two.connect()
@@ -200,6 +203,16 @@ def test_a_node_with_a_rank_that_does_not_exist_is_told_that_nnodes_differs(two:
         two.connect().send({"type": "hello", "member": 8, "card": other})
         with pytest.raises(RefusedError, match=r"NNODES differs between nodes: 1 on node 0 \(a\), 9 on node 8 \(c\)"):
             two.meet()
+
+
+def test_a_late_reply_of_an_earlier_group_is_not_taken_for_this_ones(two: Meeting) -> None:
+    with two.hub:
+        link = two.come(1)
+        two.meet()
+        link.send({"type": "ended", "group": "g1", "stuck": [1]})
+        link.send({"type": "ended", "group": "g2", "stuck": []})
+        assert two.hub.replies("ended", 5, "g2")[1]["stuck"] == []
+        assert [message["group"] for _, message in two.hub.take()] == ["g1"]
 
 
 def test_the_marks_of_a_row_are_the_worst_of_all_nodes(two: Meeting) -> None:

@@ -12,12 +12,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from harness import FAKE_SECTION, ROOT, Run, scenario
+from harness import FAKE_SECTION, ROOT, Run, scenario, wait_until
 from node_helpers import (
     Cluster,
     inside,
@@ -31,6 +32,7 @@ from node_helpers import (
 from lib.nodes import NOT_MET
 from lib.problem import Problem
 from lib.routing import make_routing
+from lib.rows import read_rows
 from lib.traffic import count_copies
 
 TIMEOUT_S = "4"
@@ -156,12 +158,23 @@ def absent(folder: Path) -> dict[str, Cluster]:
     without_2 = Cluster.start(folder / "without 2", "honest", count=3, come=(0, 1), **short)
     without_0 = Cluster.start(folder / "without 0", "honest", count=3, come=(1,), **short)
     point = meeting_point()
-    listen = f"import socket; s = socket.create_server(('', {point['MASTER_PORT']})); print(flush=True); s.accept()"
+    server = f"server = socket.create_server(('', {point['MASTER_PORT']}))"
+    listen = f"import socket, time; {server}; print(flush=True); time.sleep(600)"
     stranger = subprocess.Popen([*inside(0), sys.executable, "-c", listen], stdout=subprocess.PIPE)
     assert stranger.stdout is not None
     assert stranger.stdout.readline() == b"\n"
     taken = Cluster.start(folder / "taken", "honest", **short, **point)
-    outcome = {"without 2": without_2.end(), "without 0": without_0.end(), "taken": taken.end()}
+    waiting = Run(folder / "waiting", command=["./run.sh"])
+    waiting.start(SECTION="ref comm", NNODES="2", GPUS="2", PYTHON=sys.executable, **meeting_point())
+    wait_until(lambda: bool(list(waiting.folder.glob(".claim_*"))), "the claim of a stamp")
+    time.sleep(1)  # by then it waits for node 1, or on a busy machine is on its way there, where the same is due
+    os.killpg(waiting.process.pid, signal.SIGINT)  # type: ignore[union-attr]
+    outcome = {
+        "waiting": Cluster([waiting.end()]),
+        "without 2": without_2.end(),
+        "without 0": without_0.end(),
+        "taken": taken.end(),
+    }
     stranger.kill()
     stranger.wait()
     stranger.stdout.close()
@@ -312,6 +325,14 @@ def test_a_node_that_never_comes_is_named_in_time_on_the_nodes_that_came(absent:
     for said in cluster.said:
         assert said.startswith("fake: node 2 has not come to ")
         assert f" within {SILENT_S} s; start it with the same command and its own NODE_RANK" in said
+
+
+def test_ctrl_c_while_node_0_waits_for_the_others_writes_every_row_without_them(absent: dict[str, Cluster]) -> None:
+    (run,) = absent["waiting"].nodes
+    rows = [line for path in sorted(run.folder.glob("*.csv")) for line in read_rows(path)[0]]
+    assert {row["section"] for row in rows} == {"ref", "comm"}
+    assert {row["status"] for row in rows} <= {"interrupted", "unsupported"}
+    assert run.code == 130
 
 
 def test_a_node_0_that_never_comes_is_named(absent: dict[str, Cluster]) -> None:

@@ -23,9 +23,9 @@ class Channel:
         self._sending = threading.Lock()
 
     @classmethod
-    def connect(cls, address: str) -> Channel:
+    def connect(cls, address: str, limit_s: float = CONNECT_TIMEOUT_S) -> Channel:
         host, _, port = address.rpartition(":")
-        sock = socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S)
+        sock = socket.create_connection((host, int(port)), timeout=limit_s)
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return cls(sock)

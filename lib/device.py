@@ -32,9 +32,8 @@ def device_barrier(group: Group) -> tuple[Callable[[], None], str]:
     """
     if group.world == 1:
         return lambda: None, "none"
-    if group.nodes > 1:
-        one = torch.ones(1, device=group.device)
-        return lambda: dist.all_reduce(one, group=group.pg), "all_reduce"
+    if group.nodes > 1:  # symmetric memory is one node's
+        return all_reduce_barrier(group), "all_reduce"
     try:
         import torch.distributed._symmetric_memory as symmetric
 
@@ -46,13 +45,17 @@ def device_barrier(group: Group) -> tuple[Callable[[], None], str]:
     problems: list[Any] = [None] * group.world
     dist.all_gather_object(problems, problem, group=group.host_pg)
     if any(problems):
-        one = torch.ones(1, device=group.device)
-        return lambda: dist.all_reduce(one, group=group.pg), "all_reduce"
+        return all_reduce_barrier(group), "all_reduce"
 
     def barrier(keep: Any = cell) -> None:
         handle.barrier()
 
     return barrier, "symmetric_memory"
+
+
+def all_reduce_barrier(group: Group) -> Callable[[], None]:
+    one = torch.ones(1, device=group.device)
+    return lambda: dist.all_reduce(one, group=group.pg)
 
 
 def l2_flush(device: torch.device) -> Callable[[], None]:

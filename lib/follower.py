@@ -49,22 +49,17 @@ class NodeZeroGoneError(Exception):
 def find_node_0(section: str, launcher: Launcher, knobs: Knobs) -> Channel:
     """Connect to node 0, which may still be on its way. Raises NodeZeroGoneError when it does not come."""
     assert knobs.master_port is not None
-    meeting_point = f"{knobs.master_addr}:{knobs.master_port}"
+    point = f"{knobs.master_addr}:{knobs.master_port}"
     deadline, why = time.monotonic() + NODE_SILENT_S, ""
-    if launcher.store:
+    while (left := deadline - time.monotonic()) > 0:
         try:
-            store = outer_store(knobs.master_addr, knobs.master_port)
-            meeting_point = store.get(address_key(section)).decode()
-        except RuntimeError as error:
-            why = str(error).splitlines()[0]
-            deadline = 0
-    while time.monotonic() < deadline:
-        try:
-            return Channel.connect(meeting_point)
-        except OSError as error:  # noqa: PERF203 - it sleeps anyway
-            why = error.strerror or str(error)
+            if launcher.store:  # asked each time: an earlier run under the same torchrun may have left its address
+                point = outer_store(knobs.master_addr, knobs.master_port).get(address_key(section)).decode()
+            return Channel.connect(point, left)
+        except (OSError, RuntimeError) as error:  # noqa: PERF203 - it sleeps anyway; the latter from torch's store
+            why = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
             time.sleep(RETRY_S)
-    raise NodeZeroGoneError(f"node 0 was not found at {meeting_point} within {NODE_SILENT_S:g} s ({why})", False)
+    raise NodeZeroGoneError(f"node 0 was not found at {point} within {NODE_SILENT_S:g} s ({why})", False)
 
 
 class Follower:

@@ -153,7 +153,11 @@ class Hub:
         mine = address_towards(host, port)
         if mine.startswith("127.") or mine == "::1":
             mine = host  # it is ours, and its name may stand for the loopback on this node alone
-        outer_store(host, port).set(address_key(self.section), f"{mine}:{self.listener.getsockname()[1]}")
+        try:
+            outer_store(host, port).set(address_key(self.section), f"{mine}:{self.listener.getsockname()[1]}")
+        except RuntimeError as error:
+            why = str(error).strip().splitlines()[0]
+            raise RefusedError([f"torchrun's store at {host}:{port} does not answer ({why})"]) from error
 
     def meet(self, card: Card, cases: list[Case]) -> list[Case]:
         """Wait for all members, compare, and return the cases with everybody's verdicts.

@@ -31,17 +31,6 @@ parse_arguments() {
       *) die "$EXIT_USAGE" "$argument: no such option; there are --plan and --help" ;;
     esac
   done
-  # With one task a GPU, an outer launcher starts this script once a rank: all join, the first one keeps the files.
-  FOLLOWER=''
-  if is_follower "${RANK:-}" "${LOCAL_WORLD_SIZE:-}" || is_follower "${SLURM_PROCID:-}" "${SLURM_NTASKS_PER_NODE:-}"; then
-    FOLLOWER=1
-    export MOE_EP_FOLLOWER=1
-  fi
-}
-
-# is_follower RANK TASKS_PER_NODE
-is_follower() {
-  [[ $1 =~ ^[1-9][0-9]*$ && $2 =~ ^[1-9][0-9]*$ && $2 != 1 ]]
 }
 
 # CHECKED = what lib.knobs made of the environment; it has said what is wrong when it fails.
@@ -54,6 +43,12 @@ check_knobs() {
   while IFS= read -r line; do
     CHECKED[${line%%=*}]=${line#*=}
   done <<<"$said"
+  # Several nodes, or one task a GPU: this script is started many times. All take part, the first one keeps the files.
+  FOLLOWER=''
+  if [[ ${CHECKED[follower]} == 1 ]]; then
+    FOLLOWER=1
+    export MOE_EP_FOLLOWER=1
+  fi
   read -ra SECTIONS <<<"${CHECKED[sections]}"
   OUT_DIR=${CHECKED[out_dir]}
 }
@@ -103,6 +98,10 @@ run_sections() {
     run_section "$section" "${PYTHON_OF[$section]}"
     if [[ -n $INTERRUPTED && -n $STAMP && ! -e $OUT_DIR/${PREFIX}_${STAMP}_$section.csv ]]; then
       run_section "$section" "${PYTHON_OF[$section]}"  # the signal came before it could write: its rows are due
+    fi
+    if [[ $REPLY == "$EXIT_NOT_MET" ]]; then
+      STATUSES+=("$((${#STATUSES[@]} > 0 ? 1 : EXIT_SET_UP))")
+      break  # the nodes did not come together, and would not for the next section
     fi
     STATUSES+=("$REPLY")
     [[ $REPLY != "$EXIT_LOCKED" ]] || break  # another run is at work on these files: do not measure beside it

@@ -19,7 +19,7 @@ BARRIER_BYTES = 4096
 
 def cuda_group(rank: int, world: int, local_rank: int, nodes: int, timeout: datetime.timedelta) -> Group:
     """NCCL for the backend's data and gloo for the harness's words, on this rank's GPU."""
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())  # a launcher may show each task its own GPU
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     host_pg = dist.new_group(backend="gloo", timeout=timeout)
@@ -33,6 +33,8 @@ def device_barrier(group: Group) -> tuple[Callable[[], None], str]:
     """
     if group.world == 1:
         return lambda: None, "none"
+    if group.nodes > 1:  # symmetric memory is one node's
+        return all_reduce_barrier(group), "all_reduce"
     try:
         import torch.distributed._symmetric_memory as symmetric
 
@@ -44,13 +46,17 @@ def device_barrier(group: Group) -> tuple[Callable[[], None], str]:
     problems: list[Any] = [None] * group.world
     dist.all_gather_object(problems, problem, group=group.host_pg)
     if any(problems):
-        one = torch.ones(1, device=group.device)
-        return lambda: dist.all_reduce(one, group=group.pg), "all_reduce"
+        return all_reduce_barrier(group), "all_reduce"
 
     def barrier(keep: Any = cell) -> None:
         handle.barrier()
 
     return barrier, "symmetric_memory"
+
+
+def all_reduce_barrier(group: Group) -> Callable[[], None]:
+    one = torch.ones(1, device=group.device)
+    return lambda: dist.all_reduce(one, group=group.pg)
 
 
 def l2_flush(device: torch.device) -> Callable[[], None]:

@@ -9,7 +9,7 @@ unset CDPATH           # makes `cd` print
 unset PYTHONSAFEPATH   # would hide the repository from `python -m bench.ref`
 unset MOE_EP_STAMP MOE_EP_FOLLOWER MOE_EP_BARE MOE_EP_INTERRUPTED MOE_EP_SHELL_PID  # words to the sections, ours alone
 
-readonly EXIT_USAGE=2 EXIT_SET_UP=4 EXIT_LOCKED=75 EXIT_INTERRUPTED=130
+readonly EXIT_USAGE=2 EXIT_SET_UP=4 EXIT_NOT_MET=5 EXIT_LOCKED=75 EXIT_INTERRUPTED=130
 
 # A closed stdout or stderr would be handed to the next file that is opened; a reader that went away ends no measurement.
 [[ -e /dev/fd/1 ]] || exec >/dev/null
@@ -367,7 +367,7 @@ run_section() {
   fi
   wait_for_section
   case $REPLY in
-    0 | 1 | 2 | "$EXIT_SET_UP" | "$EXIT_LOCKED" | "$EXIT_INTERRUPTED") return ;;
+    0 | 1 | 2 | "$EXIT_SET_UP" | "$EXIT_NOT_MET" | "$EXIT_LOCKED" | "$EXIT_INTERRUPTED") return ;;
   esac
   if [[ -n $INTERRUPTED ]]; then
     REPLY=$EXIT_INTERRUPTED

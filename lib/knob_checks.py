@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lib import mega_knobs
+from lib import mega_knobs, nic
 from lib.knob_types import ALL, or_list, shown
 from lib.routing_spec import check_routing, check_routing_file, parse_routing
 
@@ -118,9 +118,11 @@ def experts_divide(draft: Draft) -> Iterator[str]:
     below, above = experts // world * world, -(-max(experts, knobs.topk) // world) * world
     counts = [count for count in (below, above) if count >= knobs.topk]
     most = min(max(NODE_GPUS, knobs.gpus), draft.visible.gpu_count or CPU_RANKS_MAX)
-    gpus = [count for count in range(1, most + 1) if experts % count == 0]
+    gpus = [count for count in range(1, most + 1) if experts % (count * knobs.nnodes) == 0]
     what = f"not divisible by {world} ranks"
-    if draft.given("GPUS") or not draft.given("NUM_EXPERTS"):
+    if not gpus:  # three nodes, and 32 experts
+        yield f"NUM_EXPERTS={experts}: is {what} (NNODES={knobs.nnodes}); {_work('NUM_EXPERTS', counts)}"
+    elif draft.given("GPUS") or not draft.given("NUM_EXPERTS"):
         remedy = f"{_work('GPUS', gpus)}, or NUM_EXPERTS={or_list(counts)}"
         yield f"GPUS={knobs.gpus}: NUM_EXPERTS={experts} is {what}; {remedy}"
     else:
@@ -189,16 +191,39 @@ def mega_options(draft: Draft) -> Iterator[str]:
 # Nodes
 
 
-def one_node(draft: Draft) -> Iterator[str]:
-    knobs = draft.knobs
-    if knobs.nnodes > 1:
-        yield f"NNODES={knobs.nnodes}: several nodes are not supported in this version; unset it to measure one node"
-    if knobs.node_rank >= knobs.nnodes:
-        yield f"NODE_RANK={knobs.node_rank}: must be 0..{knobs.nnodes - 1} (NNODES={knobs.nnodes})"
+def nodes_meet(draft: Draft) -> Iterator[str]:
+    knobs, told = draft.knobs, draft.facts.nodes
+    one_a_gpu = draft.facts.local_world_size is not None
+    if draft.given("NNODES") and knobs.nnodes != told and (one_a_gpu or told > 1 < knobs.nnodes):
+        yield f"NNODES={knobs.nnodes}: the launcher started {told}; leave NNODES and NODE_RANK unset"
+    elif knobs.node_rank >= knobs.nnodes:
+        last = knobs.nnodes - 1
+        yield f"NODE_RANK={knobs.node_rank}: must be 0..{last} (NNODES={knobs.nnodes})"
+    for name in ("MASTER_ADDR", "MASTER_PORT") if knobs.nnodes > 1 else ():
+        if not getattr(knobs, name.lower()):
+            what = "the address at which the others reach node 0" if name == "MASTER_ADDR" else "a free port of node 0"
+            yield f"{name}: is not set; {knobs.nnodes} nodes meet there: give {what}, the same on every node"
+
+
+def nic_remarks(draft: Draft) -> Iterator[str]:
+    """A name that this node does not have; a list that leaves nothing is refused by lib/meeting.py or here."""
+    knobs, devices = draft.knobs, draft.facts.nics
+    if not knobs.nic:
+        return
+    if not devices:
+        yield f"NIC: has no effect, this node has no RDMA device ({nic.RDMA_ROOT})"
+        return
+    for name in nic.unknown(knobs.nic, devices):
+        yield f"NIC={knobs.nic}: there is no device {name} here, this node has {', '.join(devices)}"
+
+
+def some_nic_is_left(draft: Draft) -> Iterator[str]:
+    knobs, devices = draft.knobs, draft.facts.nics
+    if knobs.nnodes == 1 and knobs.nic and devices and not nic.chosen(knobs.nic, devices):
+        yield f"NIC={knobs.nic}: leaves no RDMA device; this node has {', '.join(devices)}"
 
 
 # Each check with the fields it stands on: it is left out while one of them is wrong by itself.
-LATER = ("NIC", "MASTER_ADDR", "MASTER_PORT")  # nodes: to come
 OF_NIGHTLY = ("BASELINE", "STARTS", "KEEP")
 GPU_ONLY = ("L2", "PEAKS", "ITERS_PER_GRAPH")
 CHECKS: tuple[tuple[Check, tuple[str, ...]], ...] = (
@@ -211,7 +236,8 @@ CHECKS: tuple[tuple[Check, tuple[str, ...]], ...] = (
     (cold_l2, ("l2", "timing", "mega_timing", "sections")),
     (ikr_and_combine_dtype, ("mega_ikr", "mega_combine_dtype")),
     (mega_options, ("mega_list", "mega_ikr", "mega_combine_dtype", "mega_knobs", "sections")),
-    (one_node, ("nnodes", "node_rank")),
+    (nodes_meet, ("nnodes", "node_rank", "master_addr", "master_port")),
+    (some_nic_is_left, ("nic", "nnodes")),
 )
 
 
@@ -230,12 +256,13 @@ def remarks(draft: Draft) -> Iterator[str]:
         yield "CUDA_VISIBLE_DEVICES: hides every GPU, so this is a run on the CPU"
     if not knobs.vllm_mega and not knobs.all_sections and draft.asked("vllm_mega"):
         yield f"VLLM_MEGA=0: has no effect, SECTION names vllm_mega; it counts for SECTION={ALL} only"
-    for name in LATER:
-        if name in draft.changed:
-            yield f"{name}: has no effect in this version"
     for name in OF_NIGHTLY:
         if name in draft.changed:
             yield f"{name}: has no effect here, ./nightly.sh reads it"
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name in draft.changed and knobs.nnodes == 1 and draft.facts.local_world_size is None:
+            yield f"{name}: has no effect on one node"
+    yield from nic_remarks(draft)
     for name in GPU_ONLY:
         if name in draft.changed and not draft.visible.gpu_count:
             yield f"{name}: has no effect on a CPU"

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +31,22 @@ DID_YOU_MEAN_CUTOFF = 0.6
 MOST_SECONDS = 10_000_000  # 116 days; process groups count milliseconds in 32 bits beyond twice that
 SHOWN_CHARACTERS = 80
 OBJECT_EXAMPLE = 'give an object like {"flag_batch": 4}, or auto, or leave it unset'
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """What defaults and limits depend on. `gpu_count` counts this machine's GPUs before CUDA_VISIBLE_DEVICES.
+
+    `local_world_size` is set under an outer launcher that started one task a GPU, else None. `nodes` and `node_rank`
+    are an outer launcher's, `nics` this node's RDMA devices.
+    """
+
+    gpu_count: int
+    sm: tuple[int, int] | None = None
+    local_world_size: int | None = None
+    nodes: int = 1
+    node_rank: int = 0
+    nics: tuple[str, ...] = ()
 
 
 def shown(text: str) -> str:
@@ -234,6 +250,10 @@ def pattern(regex: str, must: str) -> Parser:
         return text
 
     return parse
+
+
+host = pattern(r"\S+", "must be a host name or an address")
+nics = pattern(r"\^?[\w.:-]+(,[\w.:-]+)*", "must be names separated by commas, ^ in front to exclude")
 
 
 def render(value: object) -> str:

@@ -17,6 +17,8 @@ from typing import Any
 from lib import knob_checks as checks
 from lib import knob_types as parse
 from lib.gate import MAX_NIGHTS, MAX_STARTS, MIN_NIGHTS, MIN_STARTS
+from lib.knob_types import MachineFacts as MachineFacts
+from lib.launcher import detect_launcher
 from lib.talk import say, show
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -32,18 +34,6 @@ SM90_MEGA_BACKENDS = "sm90_push_fp8 sm90_pull_fp8"
 FOR_SCRIPTS = "python comm_python fi_python out_dir dry_run resume debug starts keep baseline".split()
 TIMINGS = ("e2e", "e2e_pipelined", "kernel", "graph")
 MEGA_TIMINGS = TIMINGS[:3]
-
-
-@dataclass(frozen=True)
-class MachineFacts:
-    """What defaults and limits depend on. `gpu_count` counts this machine's GPUs before CUDA_VISIBLE_DEVICES.
-
-    `local_world_size` is set under an outer launcher that started one task a GPU, else None.
-    """
-
-    gpu_count: int
-    sm: tuple[int, int] | None = None
-    local_world_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -185,14 +175,14 @@ KNOBS: tuple[Knob, ...] = (
     Knob("SETUP_TIMEOUT_S", "3600", LIMITS, "seconds a case may take to open, compile and tune", parse.seconds),
     Knob("TIMEOUT_S", "600", LIMITS, "seconds a case may take to check and time", parse.seconds),
 
-    Knob("NNODES", "1", NODES, "nodes; more than one needs MASTER_ADDR and MASTER_PORT (not in this version)",
-         parse.integer(1)),
-    Knob("NODE_RANK", "0", NODES, "this node, 0..NNODES-1", parse.integer(0)),
-    Knob("MASTER_ADDR", "unset", NODES, "where node 0 is reached",
-         parse.pattern(r"\S+", "must be a host name or an address"), ""),
-    Knob("MASTER_PORT", "unset", NODES, "node 0's port", parse.integer(1, 65535), "", unset=None),
-    Knob("NIC", "unset", NODES, "network interfaces to use, separated by commas; `^` in front = not to use",
-         parse.pattern(r"\^?[\w.:=-]+(,[\w.:=-]+)*", "must be names separated by commas, ^ in front to exclude"), ""),
+    Knob("NNODES", "1, or torchrun's or srun's number", NODES, "nodes; more than one needs MASTER_ADDR and MASTER_PORT",
+         parse.integer(1), lambda facts: str(facts.nodes)),
+    Knob("NODE_RANK", "0, or torchrun's or srun's number", NODES, "this node, 0..NNODES-1; node 0 writes the rows",
+         parse.integer(0), lambda facts: str(facts.node_rank)),
+    Knob("MASTER_ADDR", "unset", NODES, "where the other nodes reach node 0", parse.host, ""),
+    Knob("MASTER_PORT", "unset", NODES, "a free port of node 0", parse.integer(1, 65535), "", unset=None),
+    Knob("NIC", "unset", NODES, "RDMA devices to use, such as `mlx5_0,mlx5_1`; `^` in front = not to use",
+         parse.nics, ""),
 
     Knob("BASELINE", "the machine's accepted one", NIGHT, "a CSV of nights to compare with", parse.any_path, ""),
     Knob("STARTS", "4", NIGHT, "process starts a night", parse.integer(MIN_STARTS, MAX_STARTS)),
@@ -373,7 +363,10 @@ def check(env: Mapping[str, str], sweep: bool) -> int:
         return USAGE_ERROR
     for notice in knobs.notices:
         say(f"notice: {notice}")
-    sys.stdout.write("\n".join(shell_lines(knobs)) + "\n")  # for the scripts: unlike show, it may not get lost
+    follower = f"follower={int(detect_launcher(env).placed(knobs).follower)}"  # of node 0, which alone keeps files
+    sys.stdout.write(
+        "\n".join([*shell_lines(knobs), follower]) + "\n"
+    )  # for the scripts: unlike show, it may not get lost
     return 0
 
 

@@ -10,24 +10,17 @@ import contextlib
 import os
 import secrets
 import selectors
-import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from lib import channel, guard
+from lib import channel
+from lib.agent import DUMP_S, GONE_S, GRACE_S, POLL_S, Agent, RankHere
 from lib.channel import Channel
-from lib.launcher import Launcher, joined_environment, own_environment, run_mark
-from lib.version import REPO_ROOT
+from lib.launcher import Launcher
+from lib.nodes import Hub
 
-POLL_S = 0.1
-GRACE_S = 3.0  # from TERM to KILL
-GONE_S = 10.0  # from KILL to giving up on a process the kernel won't end
-DUMP_S = 0.5  # what a rank gets to write its stacks
 SETTLE_S = 0.4  # after the first sign of a failure: a rank that died tells more than the peers it upset
 TEARDOWN_S = float(os.environ.get("MOE_EP_TEARDOWN_S", "30"))  # from a saved row to the next point's start, or the end
 SETUP, RUN, TEARDOWN = "setup", "run", "teardown"
@@ -64,15 +57,22 @@ class Limits:
 
 @dataclass
 class Request:
-    """What to start: `cases` are sent to every rank in answer to its hello."""
+    """What to start: `message` is sent to every rank in answer to its hello."""
 
     mark: str  # value of MOE_EP_RUN
-    ranks: int
+    ranks: int  # of all members
     environment: dict[str, str]
+    wanted: dict[str, str]  # what the adapter wants of every rank's environment
     message: dict[str, Any]
     limits: Limits
     launcher: Launcher
     log: IO[bytes]
+    hub: Hub | None = None  # of the other members, where there are some
+
+    @property
+    def here(self) -> int:
+        """Ranks that each member starts."""
+        return self.ranks // self.launcher.members
 
 
 @dataclass
@@ -91,14 +91,17 @@ class WorkerGroup:
     ranks: dict[int, Rank] = field(default_factory=dict)
     gone: list[int] = field(default_factory=list)  # ranks whose socket closed, in that order
     current: int = 0  # index of the case that is running or next
-    agent: subprocess.Popen[bytes] | None = None
+    ended: dict[int, int] = field(default_factory=dict)  # other members' agents: exit codes
+    store: dict[str, Any] | None = None  # rank 0's word of where the group's store is
 
     def run(self) -> Failure | None:
         """Serve all cases. Returns None when every case was reported and the group left by itself."""
-        self.listener = channel.listen()
+        request = self.request
+        self.agent = Agent(request.mark, request.launcher, request.here)
+        self.listener = channel.listen_to_nodes() if request.hub else channel.listen()
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ, None)
-        self.secret = secrets.token_hex(16)
+        self.secret, self.name = secrets.token_hex(16), secrets.token_hex(4)
         try:
             self._start()
             return self._serve()
@@ -108,31 +111,13 @@ class WorkerGroup:
     # -- starting
 
     def _start(self) -> None:
-        request = self.request
-        environment = {
-            **request.environment,
-            guard.RUN_MARK: request.mark,
-            channel.ADDRESS: channel.address_of(self.listener),
-            channel.SECRET: self.secret,
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO_ROOT), request.environment.get("PYTHONPATH", "")])),
-            "PYTHONFAULTHANDLER": "1",
-        }
-        if request.launcher.joined:
-            environment = joined_environment(environment, request.launcher)
-            command = [sys.executable, "-m", "lib.worker"]
-        else:
-            environment = own_environment(environment)
-            command = torchrun_command(request.ranks)
-        # A session of its own: a terminal's Ctrl-C reaches the coordinator alone, which ends the group in order.
-        self.agent = subprocess.Popen(
-            guard.wrap(command),
-            cwd=REPO_ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=request.log,
-            stderr=request.log,
-            start_new_session=True,
-        )
+        request, hub = self.request, self.request.hub
+        control, port = channel.address_of(self.listener), self.listener.getsockname()[1]
+        if hub is not None:
+            told = {"mark": request.mark, "port": port, "secret": self.secret, "set": request.wanted}
+            hub.tell({"type": "start", "group": self.name, "interface": hub.interface} | told)
+            control = f"{hub.address}:{port}"
+        self.agent.start(request.environment | request.wanted, control, self.secret, request.log)
         self._restart_clock(SETUP)
 
     def _restart_clock(self, clock: str) -> None:
@@ -147,6 +132,7 @@ class WorkerGroup:
         settle_until: float | None = None
         while True:
             self._hear()
+            self._hear_members()
             if self._all_left():
                 return None
             if settle_until is None and self._trouble():
@@ -166,8 +152,16 @@ class WorkerGroup:
             assert isinstance(key.fileobj, Channel)
             self._read(key.fileobj, key.data)
 
+    def _hear_members(self) -> None:
+        for member, message in self.request.hub.take() if self.request.hub else []:
+            if message["type"] == "agent" and message["group"] == self.name:  # not an earlier group's
+                self.ended[member] = message["code"]
+
     def _read(self, link: Channel, number: int | None) -> None:
-        messages = link.receive_ready()
+        try:
+            messages = link.receive_ready()
+        except ValueError:  # a stranger: on several nodes the port is open to all
+            messages = None
         if messages is None:
             self.selector.unregister(link)
             link.close()
@@ -175,13 +169,14 @@ class WorkerGroup:
                 self.gone.append(number)
             return
         for message in messages:
-            if number is None:
-                number = self._hello(link, message)
-            else:
+            if number is not None:
                 self._message(link, number, message)
+            elif (number := self._hello(link, message)) is None:
+                return
 
-    def _hello(self, link: Channel, message: dict[str, Any]) -> int | None:
-        if message.get("type") != "hello" or not secrets.compare_digest(str(message.get("secret")), self.secret):
+    def _hello(self, link: Channel, message: Any) -> int | None:
+        said = str(message.get("secret")) if isinstance(message, dict) and message.get("type") == "hello" else ""
+        if not secrets.compare_digest(said.encode(), self.secret.encode()):
             self.selector.unregister(link)
             link.close()
             return None
@@ -190,6 +185,8 @@ class WorkerGroup:
         self.selector.modify(link, selectors.EVENT_READ, number)
         with contextlib.suppress(OSError):  # a rank that is gone is heard of by its closed socket
             link.send(self.request.message)
+            if self.store is not None:
+                link.send(self.store)
         return number
 
     def _message(self, link: Channel, number: int, message: dict[str, Any]) -> None:
@@ -207,6 +204,12 @@ class WorkerGroup:
             self._restart_clock(TEARDOWN)  # its session is closed before the next point begins
             with contextlib.suppress(OSError):
                 link.send({"type": "saved", "case": message["case"]})
+        elif kind == "store":
+            self.store = message
+            for key in self.selector.get_map().values():
+                if key.data is not None and key.fileobj is not link:
+                    with contextlib.suppress(OSError):
+                        key.fileobj.send(message)  # type: ignore[union-attr]  # those with a number are channels
         elif kind == "error":
             rank.error = message
         elif kind == "teardown":
@@ -218,7 +221,7 @@ class WorkerGroup:
 
     def _all_left(self) -> bool:
         left = self._everyone_said_bye() and len(self.gone) == self.request.ranks
-        return left and self.agent is not None and self.agent.poll() is not None
+        return left and self.agent.poll() is not None
 
     def _dead(self) -> list[int]:
         """Ranks that went without a word, the first one first: the agent ends the others soon after."""
@@ -231,17 +234,20 @@ class WorkerGroup:
         return [rank.teardown for rank in self.ranks.values() if rank.teardown]
 
     def _agent_died(self) -> bool:
-        assert self.agent is not None
-        return self.agent.poll() is not None and not self._everyone_said_bye()
+        return (self.agent.poll() is not None or bool(self.ended)) and not self._everyone_said_bye()
 
     def _everyone_said_bye(self) -> bool:
         return len(self.ranks) == self.request.ranks and all(rank.said_bye for rank in self.ranks.values())
 
     def _trouble(self) -> bool:
-        return bool(self._dead() or self._errors() or self._teardowns() or self._agent_died())
+        lost = self.request.hub is not None and self.request.hub.lost()
+        return bool(lost or self._dead() or self._errors() or self._teardowns() or self._agent_died())
 
     def _failure(self) -> Failure:
         """What comes between a saved row and the next case's start is the tear-down's: no case is charged with it."""
+        if self.request.hub is not None and (lost := self.request.hub.lost()):
+            status = "interrupted" if lost.interrupted else "failed"
+            return Failure("teardown" if self.clock == TEARDOWN else status, str(lost))
         if teardowns := self._teardowns():
             return Failure("teardown", teardowns[0])
         failure, phase = self._first_trouble()
@@ -251,14 +257,15 @@ class WorkerGroup:
 
     def _first_trouble(self) -> tuple[Failure, str]:
         """And the phase it came in. A rank that died without a word comes first: what others report is its echo."""
-        assert self.agent is not None
-        code, joined = self.agent.poll(), self.request.launcher.joined  # a joined group's agent is rank 0 itself
-        if code is not None and code < 0 and not joined:
-            reason = f"the worker group's launcher (pid {self.agent.pid}) was killed by signal {-code}"
-            return Failure("failed", reason), NO_PHASE
+        members = {0: self.agent.poll()} | self.ended
+        for member, code in members.items():
+            if code is not None and code < 0 and not self.request.launcher.joined:  # there it is the rank itself
+                pid = f" (pid {self.agent.pid})" if member == 0 else ""
+                reason = f"the worker group's launcher{self._on(member)}{pid} was killed by signal {-code}"
+                return Failure("failed", reason), NO_PHASE
         for number in self._dead():
             rank = self.ranks[number]
-            what = f"rank {number} died in phase {rank.phase}"
+            what = f"{self._name(number)} died in phase {rank.phase}"
             return Failure("failed", f"{what} (pid {rank.hello['pid']}: killed or crashed; see the log)"), rank.phase
         if errors := self._errors():
             number = min(errors, key=lambda candidate: self.ranks[candidate].error["time"])  # type: ignore[index]
@@ -266,13 +273,24 @@ class WorkerGroup:
             assert error is not None
             if error["status"] in ("unsupported", "missing", "eager"):
                 return Failure(error["status"], error["text"], whole_variant=error["phase"] == "open"), error["phase"]
-            return Failure(error["status"], f"rank {number} in phase {error['phase']}: {error['text']}"), error["phase"]
+            reason = f"{self._name(number)} in phase {error['phase']}: {error['text']}"
+            return Failure(error["status"], reason), error["phase"]
         heard = f"{len(self.ranks)} of {self.request.ranks} ranks heard of"
-        reason = f"the worker group's launcher ended with exit code {code}, {heard} (see the log)"
+        member, code = next((item for item in members.items() if item[1] is not None), (0, None))
+        reason = f"the worker group's launcher{self._on(member)} ended with exit code {code}, {heard} (see the log)"
         return Failure("failed", reason), NO_PHASE
 
+    def _name(self, number: int) -> str:
+        """A rank, and on which node it is where there are several."""
+        nodes = self.request.launcher.nodes
+        return f"rank {number}" + (self._on(number // self.request.here) if nodes > 1 else "")
+
+    def _on(self, member: int) -> str:
+        hub = self.request.hub
+        return f" on {hub.names[member].partition('task on ')[2] or hub.names[member]}" if hub else ""
+
     def _timeout(self) -> Failure:
-        heard = [f"rank {number} in {rank.phase}" for number, rank in sorted(self.ranks.items())]
+        heard = [f"{self._name(number)} in {rank.phase}" for number, rank in sorted(self.ranks.items())]
         phases = ", ".join(heard) or "no rank heard of"
         stacks = f"{phases}; {'stacks of all ranks are in the log' if heard else 'see the log'}"
         if self.clock == TEARDOWN:
@@ -282,63 +300,41 @@ class WorkerGroup:
 
     # -- ending
 
-    def _local_leaders(self) -> list[int]:
-        """Recorded processes of this host; each leads the process group that it reported."""
-        host = socket.gethostname()
-        return [rank.hello["pgid"] for rank in self.ranks.values() if rank.hello["host"] == host]
+    def _ranks_of(self, member: int) -> dict[int, Rank]:
+        here = self.request.here
+        return {number: rank for number, rank in sorted(self.ranks.items()) if number // here == member}
 
     def _dump_stacks(self) -> None:
-        """faulthandler writes all threads of each rank to the log, one rank after the other."""
-        for number, rank in sorted(self.ranks.items()):
-            pid = rank.hello["pid"]
-            if guard.is_alive(pid) and guard.carries_mark(pid, self.request.mark):
-                self.request.log.write(f"--- stacks of rank {number} (pid {pid}, phase {rank.phase})\n".encode())
-                self.request.log.flush()
-                os.kill(pid, signal.SIGUSR1)
-                time.sleep(DUMP_S)
+        """Of every rank on every node, to the log."""
+        stacks: dict[int, list[RankHere]] = {
+            member: [(number, rank.hello["pid"], rank.phase) for number, rank in self._ranks_of(member).items()]
+            for member in range(self.request.launcher.members)
+        }
+        hub, write = self.request.hub, self.request.log.write
+        if hub is not None:
+            for member in hub.peers:
+                hub.tell_one(member, {"type": "dump", "ranks": stacks[member]})
+        self.agent.dump_stacks(stacks[0], write)
+        if hub is not None:
+            hub.replies("dumped", DUMP_S * self.request.here + GRACE_S, self.name)
 
     def end(self) -> None:
-        """TERM the agent, a grace, KILL every recorded group that is still ours, and wait until all are gone."""
+        """TERM every agent, a grace, KILL every recorded group that is still ours, and wait until all are gone."""
         for key in list(self.selector.get_map().values()):
             self.selector.unregister(key.fileobj)
             key.fileobj.close()  # type: ignore[union-attr]  # listener and channels; a rank leaves when its own closes
-        if self.agent is None:
-            return
-        mark, pids = self.request.mark, [self.agent.pid, *self._local_leaders()]
-        if self.agent.poll() is None:
-            self.agent.terminate()
-        self._reap(pids, GRACE_S)
-        for pid in pids:
-            guard.signal_group(pid, mark, signal.SIGKILL)
-        for pid in self._reap(pids, GONE_S):
-            self.events.note(f"process {pid} does not end; it is stuck in the kernel")
-
-    def _reap(self, pids: Sequence[int], limit_s: float) -> list[int]:
-        assert self.agent is not None
-        deadline = time.monotonic() + limit_s
-        alive = list(pids)
-        while alive and time.monotonic() < deadline:
-            self.agent.poll()
-            alive = guard.wait_gone(alive, POLL_S)
-        return alive
-
-
-def torchrun_command(ranks: int) -> list[str]:
-    """torchrun on this node alone: `--standalone` takes its port from the OS, and nothing is ever restarted."""
-    return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"),
-        *(f"--nproc-per-node={ranks}", "--max-restarts=0", "-m", "lib.worker"),
-    ]
-
-
-def follow(launcher: Launcher, environment: dict[str, str]) -> int:
-    """A joined rank above 0: start its worker, which finds rank 0's coordinator by itself, and share its end."""
-    environment = joined_environment(environment, launcher) | {guard.RUN_MARK: run_mark(launcher, environment, "")}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO_ROOT), environment.get("PYTHONPATH", "")]))
-    command = guard.wrap([sys.executable, "-m", "lib.worker"])
-    worker = subprocess.Popen(command, cwd=REPO_ROOT, env=environment, start_new_session=True)
-    try:
-        return 0 if worker.wait() == 0 else 1
-    finally:  # an interrupt comes through here too
-        worker.kill()
-        worker.wait()
+        hub = self.request.hub
+        leaders = {
+            member: [rank.hello["pgid"] for rank in self._ranks_of(member).values()]
+            for member in range(self.request.launcher.members)
+        }
+        for member in hub.peers if hub else []:
+            assert hub is not None
+            hub.tell_one(member, {"type": "end group", "leaders": leaders[member]})
+        stuck = {"": self.agent.end(leaders[0])}
+        if hub is not None:
+            replies = hub.replies("ended", GRACE_S + 2 * GONE_S, self.name)
+            stuck |= {self._on(member): reply["stuck"] for member, reply in replies.items()}
+        for where, pids in stuck.items():
+            for pid in pids:
+                self.events.note(f"process {pid}{where} does not end; it is stuck in the kernel")

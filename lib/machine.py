@@ -17,11 +17,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lib import nic
+
 if TYPE_CHECKING:
     from lib.knobs import Knobs, MachineFacts
 
 NVIDIA_DRIVER_NODE = Path("/dev/nvidiactl")
-QUERY = "name,uuid,compute_cap,memory.total,memory.free,driver_version"
+QUERY = "name,uuid,compute_cap,memory.total,memory.free,driver_version,pci.bus_id"
 SMI_TIMEOUT_S = 20
 MIB = 1 << 20
 
@@ -35,6 +37,7 @@ class Gpu:
     memory_bytes: int
     free_bytes: int
     driver: str
+    bus: str = ""  # PCI bus id
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,8 @@ def _gpus_by_nvml() -> list[Gpu] | None:
         sm = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
         name, uuid = text(pynvml.nvmlDeviceGetName(handle)), text(pynvml.nvmlDeviceGetUUID(handle))
         driver = text(pynvml.nvmlSystemGetDriverVersion())
-        gpus.append(Gpu(index, name, uuid, (sm[0], sm[1]), memory.total, memory.free, driver))
+        bus = text(pynvml.nvmlDeviceGetPciInfo(handle).busId)
+        gpus.append(Gpu(index, name, uuid, (sm[0], sm[1]), memory.total, memory.free, driver, bus))
     return gpus
 
 
@@ -141,9 +145,9 @@ def _gpus_by_smi() -> list[Gpu]:
         return []
     gpus = []
     for index, line in enumerate(answer.stdout.strip().splitlines()):
-        name, uuid, cc, total, free, driver = [part.strip() for part in line.split(",")]
+        name, uuid, cc, total, free, driver, bus = [part.strip() for part in line.split(",")]
         major, _, minor = cc.partition(".")
-        gpus.append(Gpu(index, name, uuid, (int(major), int(minor)), int(total) * MIB, int(free) * MIB, driver))
+        gpus.append(Gpu(index, name, uuid, (int(major), int(minor)), int(total) * MIB, int(free) * MIB, driver, bus))
     return gpus
 
 
@@ -202,8 +206,14 @@ def detect_facts(env: Mapping[str, str]) -> MachineFacts:
 
     launcher = detect_launcher(env)
     gpus = all_gpus()
-    local_world = launcher.local_world if launcher.joined else None
-    return MachineFacts(gpu_count=len(gpus), sm=gpus[0].sm if gpus else None, local_world_size=local_world)
+    return MachineFacts(
+        gpu_count=len(gpus),
+        sm=gpus[0].sm if gpus else None,
+        local_world_size=launcher.local_world if launcher.joined else None,
+        nodes=launcher.nodes,
+        node_rank=launcher.node_rank,
+        nics=nic.rdma_devices(),
+    )
 
 
 def detect_machine(knobs: Knobs, env: Mapping[str, str]) -> Machine:
@@ -226,6 +236,7 @@ def fingerprint(machine: Machine) -> dict[str, object]:
         "device": machine.device,
         "gpus": [{"name": g.name, "sm": f"{g.sm[0]}.{g.sm[1]}", "memory_bytes": g.memory_bytes} for g in machine.gpus],
         "driver": machine.gpus[0].driver if machine.gpus else "",
+        "nics": nic.nic_fingerprint([gpu.bus for gpu in machine.gpus]),
         "cpu": machine.cpu,
         "cores": machine.cores,
         "memory_bytes": machine.memory_bytes,

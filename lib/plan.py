@@ -27,10 +27,10 @@ HARNESS_COPIES = 12  # [T, H] float32 that check and oracle hold beside the sess
 # Knobs that a row's repro line always names, and those that it names if the user gave them.
 ALWAYS = "WARMUP ITERS ROUTING SEED CHECK_REPEATS L2".split()
 IF_GIVEN = (
-    "ITERS_PER_GRAPH EXCLUDE_QUANT MEGA_ACC PEAKS TRACE PYTHON COMM_PYTHON FI_PYTHON SETUP_TIMEOUT_S TIMEOUT_S"
+    "ITERS_PER_GRAPH EXCLUDE_QUANT MEGA_ACC PEAKS TRACE PYTHON COMM_PYTHON FI_PYTHON SETUP_TIMEOUT_S TIMEOUT_S NIC"
 ).split()
 # What makes two cases of one shape different measurements, beside shape, variant and timing.
-MEASURING = "warmup iters iters_per_graph l2 check_repeats mega_acc exclude_quant trace peaks".split()
+MEASURING = "warmup iters iters_per_graph l2 check_repeats mega_acc exclude_quant trace peaks nic".split()
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,8 @@ def repro_line(
     if variant.num_sms is not None:
         words["NUM_SMS"] = str(variant.num_sms)
     words |= {name: value for name, value in variant.options if name.isupper()}
+    if knobs.nnodes > 1:  # node 0's line; the others run it with their own NODE_RANK
+        words |= {name: text[name] for name in ("NNODES", "MASTER_ADDR", "MASTER_PORT")} | {"NODE_RANK": "0"}
     words |= {name: text[name] for name in ALWAYS}
     words |= {name: text[name] for name in IF_GIVEN if name in knobs.given}
     return " ".join(f"{name}={shlex.quote(value) if value else ''}" for name, value in words.items()) + " ./run.sh"

@@ -16,25 +16,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lib import launch
+from lib.follower import follow
 from lib.guard import die_with_parent
 from lib.knobs import KnobErrors, Knobs, parse_knobs
 from lib.launch import Events, Failure, Limits, Request, WorkerGroup
-from lib.launcher import Launcher, detect_launcher, joined_problem, run_mark
+from lib.launcher import Launcher, detect_launcher, joined_problem
 from lib.machine import Machine, detect_facts, detect_machine, fingerprint
+from lib.meeting import make_card
 from lib.monitor import Monitor
+from lib.nodes import NOT_MET, Hub, NodeLostError, NotMetError, RefusedError
+from lib.peaks_file import read_peaks, write_peaks
 from lib.plan import Case, Section, groups, make_plan, plan_lines
 from lib.progress import make_progress
+from lib.ranks_environment import worker_environment
 from lib.rows import COLUMNS, SCHEMA, LockedError, RowFiles, SchemaError, WriteError
 from lib.talk import say, show
 from lib.version import git_label
 from lib.wire import pack_case, pack_knobs
 
 OK_EXIT, FAILED_EXIT, USAGE_EXIT, NOTHING_EXIT, LOCKED_EXIT, INTERRUPTED_EXIT = 0, 1, 2, 4, 75, 130
-# The process group's own time-out is longer than both clocks together, so that the coordinator is the one who speaks.
-GROUP_TIMEOUT_MARGIN_S = 60
 RED = ("failed", "wrong", "timeout")
-PEAK_NAMES = ("wire_gbps", "hbm_gbps", "matmul_tflops", "barrier_us", "source")  # what lib/roofline.py reads
 
 
 class Interrupted(BaseException):
@@ -75,12 +76,21 @@ SIGNALS = Signals()
 class Run:
     """One section of one run: its plan, its files, and what has become of each case."""
 
-    def __init__(self, section: Section, knobs: Knobs, machine: Machine, launcher: Launcher, cases: list[Case]) -> None:
+    def __init__(
+        self,
+        section: Section,
+        knobs: Knobs,
+        machine: Machine,
+        launcher: Launcher,
+        cases: list[Case],
+        hub: Hub | None = None,
+    ) -> None:
         self.section, self.knobs, self.machine, self.launcher, self.cases = section, knobs, machine, launcher, cases
+        self.hub = hub  # of the other members, where there are some
         self.stamp = os.environ.get("MOE_EP_STAMP") or time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         self.files = RowFiles(Path(knobs.out_dir), prefix(), self.stamp, section.name)
         self.git = git_label()
-        self.fingerprint = fingerprint(machine)
+        self.fingerprint = fingerprint(machine) | (hub.fingerprints() if hub else {})
         self.eager: dict[str, str] = {}  # case key -> why its graph could not be captured
         self.peaks: dict[str, Any] | None = None
         self.monitor = Monitor(machine.gpus)
@@ -137,6 +147,8 @@ class Run:
         there = sum(case.key in self.files.done for case in self.cases)
         self.progress = make_progress(self.section.name, len(self.cases), there)
         with self.files.log.open("ab", buffering=0) as self.log_file:
+            if self.hub is not None:
+                self.hub.log = self.log_file.write
             try:
                 self._log_header()
                 # run.sh has shown the knobs' notices once for all sections
@@ -147,6 +159,8 @@ class Run:
                     self.note(notice)
                 if self.monitor.contended:
                     self.note(f"contended: {self.monitor.contended}; the rows are marked and make no baseline")
+                for notice in self.hub.notices() if self.hub else []:
+                    self.note(notice)
                 if there:
                     self.note(f"resumed: {there} of {len(self.cases)} cases are there already")
                 return self._run([case for case in self.cases if case.key not in self.files.done])
@@ -174,15 +188,20 @@ class Run:
                 self.peaks = self._find_peaks()
             for group in runnable:
                 self._run_group(group)
-            if self.launcher.joined and not runnable:
-                self._release_followers()
         except Interrupted:
-            for case in todo:
-                if case.key not in self.files.done:
-                    status = "interrupted" if case.support.ok else case.support.status
-                    self.write(case, status, case.support.reason, {}, {})
+            self._give_up(todo, "")
             return INTERRUPTED_EXIT
+        except NodeLostError as lost:
+            self._give_up(todo, f"{lost}; RESUME continues")
+            self.note(f"{lost}: the run ends here; RESUME continues it")
+            return INTERRUPTED_EXIT if lost.interrupted else FAILED_EXIT
         return self.exit_code()
+
+    def _give_up(self, todo: list[Case], reason: str) -> None:
+        for case in todo:
+            if case.key not in self.files.done:
+                status = "interrupted" if case.support.ok else case.support.status
+                self.write(case, status, case.support.reason or reason, {}, {})
 
     def _run_group(self, cases: list[Case]) -> None:
         """One variant: a fresh worker group after every failure until no case is left."""
@@ -202,10 +221,8 @@ class Run:
                 for case in failed:
                     self.write(case, failure.status, failure.reason, {}, {})
                 left = left[len(failed) :]
-            if self.launcher.joined and left:
-                for case in left:
-                    self.write(case, "interrupted", "the joined group ended early; RESUME continues", {}, {})
-                return
+            if self.hub is not None and (lost := self.hub.lost()):
+                raise lost
 
     def _serve(self, cases: list[Case]) -> tuple[WorkerGroup, Failure | None]:
         first, knobs = cases[0], self.knobs
@@ -223,10 +240,11 @@ class Run:
         }
         wanted = backend.env(first.variant, first.problem.at(capacity), knobs)
         request = self._request(message, wanted)
-        self.log(f"{first.variant.name}: a worker group of {knobs.gpus} ranks for {len(cases)} cases")
+        self.log(f"{first.variant.name}: a worker group of {request.ranks} ranks for {len(cases)} cases")
 
         def on_result(index: int, result: dict[str, Any]) -> None:
-            columns = result["columns"] | (self.monitor.columns() if result["status"] == "ok" else {})
+            marks = self.monitor.columns() if result["status"] == "ok" else {}
+            columns = result["columns"] | (self.hub.worst_marks(marks) if self.hub and marks else marks)
             self.write(cases[index], result["status"], result["reason"], columns, result["samples"])
             for note in result.get("notes", ()):
                 self.note(note)
@@ -239,32 +257,33 @@ class Run:
                 self.monitor.watch()
             elif phase == "recheck":
                 self.monitor.take()
+            if self.hub is not None and self.machine.gpus:
+                self.hub.mark(phase)
 
         group = WorkerGroup(request, Events(on_result, on_phase, self.note))
         return group, group.run()
 
-    def _release_followers(self) -> None:
-        """Joined ranks wait for cases from rank 0: with nothing to run they are told so, and leave."""
-        nothing = {"task": "cases", "module": self.section.module, "knobs": pack_knobs(self.knobs), "cases": []}
-        request = self._request(nothing | {"capacity": 0, "peaks": None, "eager": {}, "stamp": self.stamp}, {})
-        WorkerGroup(request, Events(lambda *_: None, lambda *_: None, self.note)).run()
-
     def _request(self, message: dict[str, Any], wanted: dict[str, str]) -> Request:
         knobs = self.knobs
         return Request(
-            mark=run_mark(self.launcher, os.environ, self.stamp),
-            ranks=knobs.gpus,
-            environment=worker_environment(knobs, self.machine) | wanted,
+            mark=self.stamp,
+            ranks=knobs.world,
+            environment=worker_environment(knobs, self.machine, self.hub.interface if self.hub else ""),
+            wanted=wanted,
             message=message,
             limits=Limits(knobs.setup_timeout_s, knobs.timeout_s),
             launcher=self.launcher,
             log=self.log_file,
+            hub=self.hub,
         )
 
     def _find_peaks(self) -> dict[str, Any] | None:
         """From PEAKS=file, from an earlier section of this run, or measured now in a group of its own."""
         asked, path = self.knobs.peaks, Path(self.knobs.out_dir) / f"peaks_{self.stamp}.json"
-        if asked == "off" or self.launcher.joined:
+        if asked == "off":
+            return None
+        if self.knobs.nnodes > 1:
+            self.note("no speed of light over several nodes: the wire that is measured is that of one node")
             return None
         if asked != "measure":
             path = Path(asked)
@@ -291,46 +310,12 @@ class Run:
         return NOTHING_EXIT
 
 
-def read_peaks(path: Path) -> dict[str, Any]:
-    """Raises KnobErrors on a file that write_peaks did not make."""
-    try:
-        peaks = json.loads(path.read_text())
-        missing = [name for name in PEAK_NAMES if name not in peaks]
-    except (OSError, ValueError, TypeError):
-        missing = ["JSON"]
-    if missing:
-        raise KnobErrors(
-            [f"PEAKS={path}: is not a file of measured peaks (no {', '.join(missing)}); give measure or off"]
-        )
-    return dict(peaks)
-
-
-def write_peaks(path: Path, peaks: dict[str, Any], stamp: str) -> dict[str, Any]:
-    peaks = peaks | {"source": f"measured {stamp}"}
-    fresh = path.with_name(f".{path.name}.new")
-    fresh.write_text(json.dumps(peaks, indent=1) + "\n")
-    fresh.replace(path)
-    return peaks
-
-
 def label(case: Case) -> str:
     return f"{case.variant.name} {case.timing} T={case.problem.tokens}"
 
 
 def prefix() -> str:
     return os.environ.get("MOE_EP_PREFIX", "bench")
-
-
-def worker_environment(knobs: Knobs, machine: Machine) -> dict[str, str]:
-    """What every rank of a group gets beside the caller's environment."""
-    environment = dict(os.environ)
-    environment["MOE_EP_GROUP_TIMEOUT_S"] = str(knobs.setup_timeout_s + knobs.timeout_s + GROUP_TIMEOUT_MARGIN_S)
-    environment["MOE_EP_NODES"] = str(knobs.nnodes)
-    environment["MOE_EP_VENDOR"] = machine.vendor
-    environment.setdefault("OMP_NUM_THREADS", str(max(machine.cores // knobs.gpus, 1)))
-    if knobs.nnodes == 1:
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo else looks up the host's name, which may not resolve
-    return environment
 
 
 def run_section(section: Section) -> int:
@@ -346,6 +331,9 @@ def run_section(section: Section) -> int:
         for line in error.errors:
             say(line)
         return USAGE_EXIT
+    except (RefusedError, NotMetError) as error:
+        say("\n".join(f"{section.name}: {line}" for line in error.lines))
+        return USAGE_EXIT if isinstance(error, RefusedError) else NOT_MET
     except (SchemaError, FileExistsError) as error:
         say(f"RESUME: {error}")
         return USAGE_EXIT
@@ -365,9 +353,9 @@ def run_section(section: Section) -> int:
 
 def _run_section(section: Section) -> int:
     env = os.environ
-    launcher = detect_launcher(env)
     sweep = prefix() == "sweep"
     knobs = parse_knobs(env, detect_facts(env), sweep=sweep)
+    launcher = detect_launcher(env).placed(knobs)
     machine = detect_machine(knobs, env)
     families = {backend.family for backend in section.backends(knobs)}
     if problem := joined_problem(launcher, knobs.gpus, env, len(knobs.sections), families):
@@ -375,13 +363,21 @@ def _run_section(section: Section) -> int:
         return USAGE_EXIT
     if knobs.peaks not in ("measure", "off"):
         read_peaks(Path(knobs.peaks))  # refused now, before anything is measured
-    if launcher.follower and knobs.dry_run:
+    if launcher.joined and launcher.follower and knobs.dry_run:
         return OK_EXIT  # the first rank shows the plan
-    if launcher.follower:
-        return launch.follow(launcher, worker_environment(knobs, machine))
     cases = make_plan(section, knobs, machine, sweep)
     if knobs.dry_run:
         text = [f"{section.name}: {len(cases)} cases on {machine.device}", *plan_lines(cases)]
         show(text)
         return OK_EXIT
-    return Run(section, knobs, machine, launcher, cases).execute()
+    cut_short = env.get("MOE_EP_INTERRUPTED") == "1"  # node 0 writes its rows, and nobody need come for that
+    if launcher.follower:
+        return INTERRUPTED_EXIT if cut_short else follow(section.name, launcher, knobs, machine, cases)
+    if launcher.members == 1 or cut_short:
+        return Run(section, knobs, machine, launcher, cases).execute()
+    with Hub(section.name, launcher, knobs) as hub:
+        agreed = hub.meet(make_card(section.name, knobs, machine, cases, env), cases)
+        run = Run(section, knobs, machine, launcher, agreed, hub)
+        hub.code = run.execute()
+        hub.farewell = [f"the rows are on node 0 ({hub.cards[0]['host']}): {run.files.csv}"]
+        return hub.code

@@ -16,6 +16,7 @@ if __name__ == "__main__" and os.environ.get(guard.PARENT_PID) != str(os.getpid(
 import datetime
 import faulthandler
 import importlib
+import queue
 import signal
 import socket
 import sys
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lib import channel
+from lib import channel, rendezvous
 from lib.channel import Channel
 from lib.contract import Backend, Engine, Group, Missing, NotCaptured, Unsupported
 from lib.wire import unpack_case, unpack_knobs
@@ -44,6 +45,7 @@ class Link:
     rank: int
     phase: str = "start"
     saved: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    ports: queue.Queue[int] = field(default_factory=queue.Queue)  # of the group's store (lib/rendezvous.py)
 
     def hello(self) -> dict[str, Any]:
         identity = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid(), "pgid": os.getpgid(0)}
@@ -59,7 +61,12 @@ class Link:
             for message in messages:
                 if message["type"] == "saved":
                     self.saved.release()
+                elif message["type"] == "store":
+                    self.ports.put(message["port"])
         os._exit(ORPHAN_EXIT)
+
+    def say_port(self, port: int) -> None:
+        self.link.send({"type": "store", "port": port})
 
     def say_phase(self, case: int, phase: str) -> None:
         self.phase = phase
@@ -95,15 +102,6 @@ def make_group(rank: int, world: int, nodes: int, timeout_s: float) -> Group:
     dist.init_process_group("gloo", timeout=timeout)
     pg = dist.group.WORLD
     return Group(rank, world, local_rank, nodes, torch.device("cpu"), pg=pg, host_pg=pg)
-
-
-def share_control_address(rank: int) -> None:
-    """Ranks that an outer launcher started learn from rank 0 where its coordinator listens."""
-    import torch.distributed as dist
-
-    words = [os.environ.get(channel.ADDRESS), os.environ.get(channel.SECRET)] if rank == 0 else [None, None]
-    dist.broadcast_object_list(words, src=0)
-    os.environ[channel.ADDRESS], os.environ[channel.SECRET] = map(str, words)
 
 
 def run_cases(message: dict[str, Any], group: Group, link: Link) -> None:
@@ -177,27 +175,21 @@ class TearDownError(Exception):
 
 def main() -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world = rendezvous.place(os.environ)
     timeout_s = float(os.environ["MOE_EP_GROUP_TIMEOUT_S"])
     nodes = int(os.environ["MOE_EP_NODES"])
-    link = message = None
-    if channel.ADDRESS in os.environ:
-        link = Link(Channel.connect(os.environ[channel.ADDRESS]), rank)
-        message = link.hello()
+    link = Link(Channel.connect(os.environ[channel.ADDRESS]), rank)
+    message = link.hello()
     try:
+        if rendezvous.FIRST_RANK in os.environ:
+            rendezvous.meet(link.say_port, link.ports, link.link.sock.getpeername()[0], timeout_s)
         group = make_group(rank, world, nodes, timeout_s)
-        if os.environ.get("MOE_EP_JOINED") == "1":
-            share_control_address(rank)
-        if link is None:
-            link = Link(Channel.connect(os.environ[channel.ADDRESS]), rank)
-            message = link.hello()
-        assert message is not None
         if message["task"] == "peaks":
             run_peaks(group, link)
         else:
             run_cases(message, group, link)
     except Exception as error:  # noqa: BLE001 - whatever a library raises is reported to the coordinator
-        if link is not None and not isinstance(error, TearDownError):
+        if not isinstance(error, TearDownError):
             traceback.print_exc()
             link.say_error(error)
         sys.stderr.flush()
@@ -206,11 +198,10 @@ def main() -> int:
     return leave(link, 0)
 
 
-def leave(link: Link | None, code: int) -> int:
+def leave(link: Link, code: int) -> int:
     import torch.distributed as dist
 
-    if link is not None:
-        link.link.send({"type": "bye"})
+    link.link.send({"type": "bye"})
     if dist.is_initialized():
         dist.destroy_process_group()
     return code

@@ -13,15 +13,16 @@ from lib.problem import Inputs, Problem
 from tests.fake_session import FakeSession, folder, in_timing
 
 SLOW, GO = "slow", "go"  # files: "I am in mid timing", and the test's "be slow no more"
+CULPRIT = int(os.environ.get("MOE_EP_FAKE_CULPRIT", "1"))  # the rank that breaks
 ASLEEP_S = 600.0
 POLL_S = 0.02
 
 
 class DiesBesideACollective(FakeSession):
-    """Rank 1 is killed while its peers wait for it in a collective."""
+    """A rank is killed while its peers wait for it in a collective."""
 
     def call(self) -> None:
-        if in_timing() and self.rank == 1:
+        if in_timing() and self.rank == CULPRIT:
             os.kill(os.getpid(), signal.SIGKILL)
         super().call()
 
@@ -31,7 +32,7 @@ class DiesBesideSleepers(FakeSession):
 
     def call(self) -> None:
         if in_timing():
-            if self.rank == 1:
+            if self.rank == CULPRIT:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(ASLEEP_S)
         super().call()
@@ -39,7 +40,7 @@ class DiesBesideSleepers(FakeSession):
 
 class RaisesInTiming(FakeSession):
     def call(self) -> None:
-        if in_timing() and self.rank == 1:
+        if in_timing() and self.rank == CULPRIT:
             raise RuntimeError("the wire is cut\nand this line is for the log")
         super().call()
 
@@ -53,7 +54,7 @@ class HangsInPython(FakeSession):
     """Rank 1 sleeps in Python, so the others wait for it in a collective."""
 
     def call(self) -> None:
-        if in_timing() and self.rank == 1:
+        if in_timing() and self.rank == CULPRIT:
             hang_in_python()
         super().call()
 
@@ -82,19 +83,19 @@ class IsSlow(FakeSession):
 
 class RaisesInClose(FakeSession):
     def close(self) -> None:
-        if self.rank == 1:
+        if self.rank == CULPRIT:
             raise RuntimeError("the session would not let go")
 
 
 class HangsInClose(FakeSession):
     def close(self) -> None:
-        if self.rank == 1:
+        if self.rank == CULPRIT:
             hang_in_python()
 
 
 class DiesInClose(FakeSession):
     def close(self) -> None:
-        if self.rank == 1:
+        if self.rank == CULPRIT:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -109,7 +110,7 @@ def hang_in_python() -> None:
 def raise_in_open(group: Group) -> None:
     import torch.distributed as dist
 
-    if group.rank == 1:
+    if group.rank == CULPRIT:
         raise OSError("no such device: fabric0\nand this line is for the log")
     dist.barrier(group=group.pg)
 
@@ -125,7 +126,7 @@ def raise_missing(group: Group) -> None:
 def hang_in_open(group: Group) -> None:
     import torch.distributed as dist
 
-    if group.rank == 1:
+    if group.rank == CULPRIT:
         hang_in_python()
     dist.barrier(group=group.pg)
 

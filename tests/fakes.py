@@ -80,6 +80,7 @@ FAULTS = [
     ),
     Fake("stuck", at={1: faults.HangsInPython, 2: faults.HangsInC}),
     Fake("slow", at={2: faults.IsSlow}),
+    Fake("far", at={1: faults.HangsInPython, 2: faults.DiesBesideACollective}),
     Fake("raises_in_open", opening=faults.raise_in_open),
     Fake("unsupported", opening=faults.raise_unsupported),
     Fake("missing", opening=faults.raise_missing),

@@ -21,7 +21,7 @@ get = os.environ.get
 caller, python = os.environ["MOE_EP_CALLER_DIR"], get("PYTHON", "")
 lines = dict(sections=get("SECTION", "ref"), python=python, comm_python=get("COMM_PYTHON") or python,
              fi_python=get("FI_PYTHON") or python, out_dir=os.path.join(caller, get("OUT_DIR") or "results"),
-             dry_run=get("DRY_RUN", "0"), resume=get("RESUME", ""), debug="0")
+             dry_run=get("DRY_RUN", "0"), resume=get("RESUME", ""), debug="0", follower=get("FOLLOWS", "0"))
 print("\\n".join(f"{name}={value}" for name, value in lines.items()))
 """
 SECTION = """

@@ -232,9 +232,52 @@ def test_resume_takes_nothing_else(stamp: str) -> None:
     assert error(RESUME=stamp).startswith(f"RESUME={stamp}: must be last or a stamp")
 
 
-def test_several_nodes_are_refused_in_this_version() -> None:
-    assert error(NNODES="2").startswith("NNODES=2: several nodes are not supported in this version")
+# Nodes
+
+MEETING = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+OF_TORCHRUN = MachineFacts(gpu_count=0, nodes=2, node_rank=1)
+OF_SRUN_A_GPU = MachineFacts(gpu_count=8, sm=(9, 0), local_world_size=8, nodes=2, node_rank=1)
+WITH_NICS = MachineFacts(gpu_count=8, sm=(9, 0), nics=("mlx5_0", "mlx5_1", "mlx5_10"))
+
+
+def test_several_nodes_need_a_rank_each_and_a_meeting_point() -> None:
     assert error(NODE_RANK="1") == "NODE_RANK=1: must be 0..0 (NNODES=1)"
+    assert error(NNODES="2", NODE_RANK="2", **MEETING) == "NODE_RANK=2: must be 0..1 (NNODES=2)"
+    without = errors(NNODES="2")
+    assert [sentence.partition(":")[0] for sentence in without] == ["MASTER_ADDR", "MASTER_PORT"]
+    assert without[0].endswith("give the address at which the others reach node 0, the same on every node")
+    assert parsed(NNODES="2", NODE_RANK="1", **MEETING).world == 4
+
+
+def test_the_launchers_nodes_are_the_default_and_a_number_that_contradicts_them_is_refused() -> None:
+    knobs = parsed(OF_TORCHRUN, **MEETING)
+    assert (knobs.nnodes, knobs.node_rank) == (2, 1)
+    assert parsed(OF_TORCHRUN, NNODES="1", NODE_RANK="0").world == 2  # each node measures alone
+    told = "the launcher started 2; leave NNODES and NODE_RANK unset"
+    assert error(OF_TORCHRUN, NNODES="4", **MEETING) == f"NNODES=4: {told}"
+    assert error(OF_SRUN_A_GPU, NNODES="1", **MEETING) == f"NNODES=1: {told}"
+
+
+def test_experts_have_to_divide_over_the_ranks_of_all_nodes_and_the_proposals_do() -> None:
+    sentence = error(NNODES="3", GPUS="2", **MEETING)
+    assert sentence == "NUM_EXPERTS=32: is not divisible by 6 ranks (NNODES=3); NUM_EXPERTS=30 or 36 work"
+    assert error(NNODES="2", GPUS="3", **MEETING).count("GPUS=1, 2, 4 or 8 work") == 1
+
+
+def test_a_meeting_point_on_one_node_is_noticed_as_without_effect() -> None:
+    assert parsed(**MEETING).notices == tuple(f"{name}: has no effect on one node" for name in MEETING)
+
+
+def test_nic_names_that_this_node_does_not_have_are_reported() -> None:
+    assert parsed(WITH_NICS, NIC="mlx5_0,mlx5_10").notices == ()
+    (notice,) = parsed(WITH_NICS, NIC="mlx5_0,mlx5_7").notices
+    assert notice == ("NIC=mlx5_0,mlx5_7: there is no device mlx5_7 here, this node has mlx5_0, mlx5_1, mlx5_10")
+    assert parsed(NIC="mlx5_0").notices == ("NIC: has no effect, this node has no RDMA device (/sys/class/infiniband)",)
+
+
+@pytest.mark.parametrize("nic", ["mlx5_7", "^mlx5_0,mlx5_1,mlx5_10"])
+def test_a_nic_list_that_leaves_no_device_is_refused(nic: str) -> None:
+    assert error(WITH_NICS, NIC=nic).startswith(f"NIC={nic}: leaves no RDMA device; this node has mlx5_0, ")
 
 
 # Names

@@ -299,7 +299,18 @@ def test_check_prints_exactly_what_the_scripts_read(command: Command, tmp_path: 
         "starts=4",
         "keep=30",
         "baseline=",
+        "follower=0",
     ]
+
+
+def test_check_tells_the_scripts_who_keeps_no_files(command: Command) -> None:
+    by_hand = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1", "SECTION": "ref"}
+    for env, follows in [
+        (by_hand, "1"),
+        (by_hand | {"NODE_RANK": "0"}, "0"),
+        ({"RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "1"),
+    ]:
+        assert command(**env)[1].splitlines()[-1] == f"follower={follows}"
 
 
 def test_check_prints_every_error_and_exits_2(command: Command) -> None:

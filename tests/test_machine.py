@@ -106,11 +106,12 @@ def test_a_missing_package_is_found_out_without_importing_anything() -> None:
 
 def test_the_answer_of_nvidia_smi_is_read_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 'NVIDIA H200, GPU-1a2b, 9.0, 143771, 143000, 570.1'\n")
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H200, GPU-1a2b, 9.0, 143771, 143000, 570.1, 00000000:3B:00.0'\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     (gpu,) = machine_module._gpus_by_smi()
     assert (gpu.name, gpu.uuid, gpu.sm, gpu.driver) == ("NVIDIA H200", "GPU-1a2b", (9, 0), "570.1")
+    assert gpu.bus == "00000000:3B:00.0"
     assert (gpu.memory_bytes, gpu.free_bytes) == (143771 << 20, 143000 << 20)
 
 
@@ -127,7 +128,7 @@ def test_the_fingerprint_holds_an_allow_list_and_nothing_of_the_environment(monk
     monkeypatch.setenv("HOSTNAME", f"host-{SECRET}")
     for found in (cpu(), h200_pair()):
         told = fingerprint(found)
-        assert set(told) == set("device gpus driver cpu cores memory_bytes kernel libc python packages".split())
+        assert set(told) == set("device gpus driver nics cpu cores memory_bytes kernel libc python packages".split())
         text = json.dumps(told)
         assert SECRET not in text
         assert "GPU-0000" not in text  # a UUID names one card of one owner

@@ -345,6 +345,8 @@ class DeepEPBackend(Backend):
             return unsupported("needs an NVIDIA GPU, this machine has no GPU")
         if machine.sm is not None and machine.sm < (9, 0):
             return unsupported(f"needs sm_90 or newer, this is sm_{machine.sm[0]}{machine.sm[1]}")
+        if problem.nodes > 1:
+            return unsupported(f"this adapter's buffers are those of one node, this run has {problem.nodes}")
         reason = low_latency_reason(problem) if variant.algo == "ll" else high_throughput_reason(variant, problem)
         return unsupported(reason) if reason else Support()
 

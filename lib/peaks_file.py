@@ -1,4 +1,4 @@
-"""peaks_<stamp>.json: what lib/peaks.py measured, kept beside the rows. Standard library only: a coordinator reads it."""
+"""peaks_<stamp>.json: what lib/peaks.py measured, kept beside the rows. Standard library only, for coordinators."""
 
 from __future__ import annotations
 

@@ -196,6 +196,7 @@ def scenario(work: Callable[[Path], Any] | None = None, *, idle: bool = False) -
     if work is None:
         return functools.partial(scenario, idle=idle)
     name = work.__name__
+    assert name not in _works, f"two scenarios are called {name}: a test would get the other file's outcome"
     _works[name] = work
     if idle:
         _idle.add(name)

@@ -131,7 +131,7 @@ def one_node(folder: Path) -> Run:
 
 
 @scenario
-def refused(folder: Path) -> dict[str, Cluster]:
+def nodes_that_differ(folder: Path) -> dict[str, Cluster]:
     """Nodes that differ, one thing after the other."""
     elsewhere = folder / "elsewhere"
     for name in ("bench", "lib", "tests"):
@@ -152,7 +152,7 @@ def refused(folder: Path) -> dict[str, Cluster]:
 
 
 @scenario(idle=True)
-def absent(folder: Path) -> dict[str, Cluster]:
+def nodes_that_are_absent(folder: Path) -> dict[str, Cluster]:
     """Node 2 of three never comes; node 0 never comes; somebody else listens at MASTER_PORT."""
     short = {"MOE_EP_NODE_SILENT_S": SILENT_S, "NUM_EXPERTS": "12"}
     without_2 = Cluster.start(folder / "without 2", "honest", count=3, come=(0, 1), **short)
@@ -309,9 +309,9 @@ def test_resume_goes_on_over_the_nodes(node_killed: Killed) -> None:
     ],
 )
 def test_nodes_that_differ_are_refused_on_every_node_with_the_difference_named(
-    refused: dict[str, Cluster], what: str, sentence: str
+    nodes_that_differ: dict[str, Cluster], what: str, sentence: str
 ) -> None:
-    cluster = refused[what]
+    cluster = nodes_that_differ[what]
     assert set(cluster.codes) == {2}
     for said in cluster.said:
         assert sentence in said
@@ -319,30 +319,34 @@ def test_nodes_that_differ_are_refused_on_every_node_with_the_difference_named(
     assert not cluster.first.csv.exists()
 
 
-def test_a_node_that_never_comes_is_named_in_time_on_the_nodes_that_came(absent: dict[str, Cluster]) -> None:
-    cluster = absent["without 2"]
+def test_a_node_that_never_comes_is_named_in_time_on_the_nodes_that_came(
+    nodes_that_are_absent: dict[str, Cluster],
+) -> None:
+    cluster = nodes_that_are_absent["without 2"]
     assert cluster.codes == [NOT_MET, NOT_MET]
     for said in cluster.said:
         assert said.startswith("fake: node 2 has not come to ")
         assert f" within {SILENT_S} s; start it with the same command and its own NODE_RANK" in said
 
 
-def test_ctrl_c_while_node_0_waits_for_the_others_writes_every_row_without_them(absent: dict[str, Cluster]) -> None:
-    (run,) = absent["waiting"].nodes
+def test_ctrl_c_while_node_0_waits_for_the_others_writes_every_row_without_them(
+    nodes_that_are_absent: dict[str, Cluster],
+) -> None:
+    (run,) = nodes_that_are_absent["waiting"].nodes
     rows = [line for path in sorted(run.folder.glob("*.csv")) for line in read_rows(path)[0]]
     assert {row["section"] for row in rows} == {"ref", "comm"}
     assert {row["status"] for row in rows} <= {"interrupted", "unsupported"}
     assert run.code == 130
 
 
-def test_a_node_0_that_never_comes_is_named(absent: dict[str, Cluster]) -> None:
-    cluster = absent["without 0"]
+def test_a_node_0_that_never_comes_is_named(nodes_that_are_absent: dict[str, Cluster]) -> None:
+    cluster = nodes_that_are_absent["without 0"]
     assert cluster.codes == [NOT_MET]
     assert cluster.said[0].startswith("fake: node 0 was not found at ")
 
 
-def test_a_taken_master_port_is_refused_in_one_sentence(absent: dict[str, Cluster]) -> None:
-    node_0, node_1 = absent["taken"].nodes
+def test_a_taken_master_port_is_refused_in_one_sentence(nodes_that_are_absent: dict[str, Cluster]) -> None:
+    node_0, node_1 = nodes_that_are_absent["taken"].nodes
     assert (node_0.code, node_0.said.count("\n")) == (2, 1)
     assert " is taken on node 0, something listens there already; give a free port" in node_0.said
     assert (node_1.code, node_1.said.count("\n")) == (NOT_MET, 1)

@@ -4,7 +4,7 @@
     python -m tools.measured_rows --list
     python -m tools.measured_rows ref comm fi_mega [--out docs/measured] [--keep-runs FOLDER]
 
-A set is a sweep with fixed knobs; interpreters (PYTHON, COMM_PYTHON, FI_PYTHON) and all knobs that the set does not name
+A set is a sweep with fixed knobs; interpreters (PYTHON, COMM_PYTHON, FI_PYTHON) and knobs that the set does not name
 are the caller's. A set whose rows are not all ok or refused ends the command with 1, after its rows were kept.
 Standard library only: it may run where only the measured library's interpreter is.
 """

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from lib.knobs import Knobs
@@ -125,6 +127,17 @@ class Received:
     format: str = "bf16"
 
 
+@dataclass(frozen=True)
+class LibraryProfiler:
+    """A library's own kernel profiler on this rank, for TRACE=library.
+
+    `start` forgets what was recorded before; `write` saves the calls since as Chrome / Perfetto JSON at the path.
+    """
+
+    start: Callable[[], None]
+    write: Callable[[Path], None]
+
+
 def _nothing() -> None:
     """The arrival mark outside the phase series."""
 
@@ -164,8 +177,16 @@ class Session:
         """What the last dispatch brought, or None where the library does not show it."""
         return None
 
+    def broken_promise(self) -> str:
+        """What the library promises beyond the sum, "" if it is kept: part of the check. All ranks call it together."""
+        return ""
+
     def bare_kernel(self) -> Callable[[], None] | None:
         return None
+
+    def library_profiler(self) -> LibraryProfiler | str:
+        """The library's own profiler, or one sentence why there is none in this library or build."""
+        return "this backend has no profiler of its own; TRACE=1 traces it"
 
     def transport(self) -> str:
         return ""

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Write down the signatures of one class of a library, read from its Python source without importing it.
+"""Write down the signatures of one class or function of a library, from its Python source without importing it.
 
-    record_signatures.py WHEEL_OR_FOLDER MODULE CLASS [--out FILE]
+    record_signatures.py WHEEL_OR_FOLDER MODULE CLASS [--out FILE] [--checkout REPOSITORY@COMMIT]
 
 An EP library's extension needs a GPU to load, so a contract test can't ask the library itself; it asks this record,
-which was made from the very wheel that the adapter was verified with. Standard library only.
+which was made from the very wheel that the adapter was verified with, or from a checkout where there is no wheel.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class UsageError(Exception):
 
 class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; usage: {self.prog} WHEEL_OR_FOLDER MODULE CLASS [--out FILE]")
+        raise UsageError(
+            f"{message}; usage: {self.prog} WHEEL_OR_FOLDER MODULE CLASS [--out FILE] [--checkout REPO@COMMIT]"
+        )
 
 
 class Package:
@@ -78,12 +81,12 @@ class Package:
         raise UsageError(f"{self.path} has no *.dist-info that lists {file}, so its version is unknown")
 
 
-def find_class(package: Package, module: str, name: str) -> tuple[str, ast.ClassDef]:
-    """The file and the definition of a class, followed through `from .x import Class` to where it stands."""
+def find_class(package: Package, module: str, name: str) -> tuple[str, ast.ClassDef | Function]:
+    """The file and the definition of a class or function, followed through `from .x import Class` to its place."""
     file = package.source_of(module)
     tree = ast.parse(package.read(file), file)
     for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
+        if isinstance(node, ast.ClassDef | Function) and node.name == name:
             return file, node
     parent = module if file.endswith("/__init__.py") else module.rpartition(".")[0]
     for node in tree.body:
@@ -117,9 +120,24 @@ def parameters(function: Function, bound: bool) -> Iterator[Parameter]:
         yield {"name": arg.arg, "kind": kind} | ({"default": ast.unparse(default)} if default else {})
 
 
-def methods(definition: ast.ClassDef) -> dict[str, Method]:
-    """The constructor and the public methods that the class itself defines; properties are no methods."""
+def field_parameters(definition: ast.ClassDef) -> Iterator[Parameter]:
+    """What a dataclass's constructor takes: its annotated fields in order."""
+    for node in definition.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            default = {"default": ast.unparse(node.value)} if node.value else {}
+            yield {"name": node.target.id, "kind": KINDS[1]} | default
+
+
+def methods(definition: ast.ClassDef | Function) -> dict[str, Method]:
+    """The constructor and the public methods that the class itself defines; properties are no methods.
+
+    A function is its own only method, a static one.
+    """
+    if isinstance(definition, Function):
+        return {definition.name: {"static": True, "parameters": list(parameters(definition, bound=False))}}
     found: dict[str, Method] = {}
+    if any(ast.unparse(decorator).partition("(")[0] == "dataclass" for decorator in definition.decorator_list):
+        found["__init__"] = {"static": False, "parameters": list(field_parameters(definition))}
     for node in definition.body:
         if not isinstance(node, Function) or (node.name.startswith("_") and node.name != "__init__"):
             continue
@@ -131,7 +149,8 @@ def methods(definition: ast.ClassDef) -> dict[str, Method]:
     return found
 
 
-def record(path: Path, module: str, name: str) -> Record:
+def record(path: Path, module: str, name: str, checkout: str = "") -> Record:
+    """`checkout` names the repository and commit of a folder that no distribution brought."""
     package = Package(path)
     try:
         file, definition = find_class(package, module, name)
@@ -139,7 +158,8 @@ def record(path: Path, module: str, name: str) -> Record:
         raise UsageError(f"{path} holds a source that does not parse: {error}") from error
     except RecursionError as error:
         raise UsageError(f"{module} imports {name} in a circle") from error
-    distribution, version = package.distribution(file)
+    repository, _, commit = checkout.partition("@")
+    distribution, version = (repository, commit) if checkout else package.distribution(file)
     return {
         "distribution": distribution,
         "version": version,
@@ -168,8 +188,11 @@ def run(arguments: list[str]) -> None:
     parser.add_argument("module", metavar="MODULE", help="dotted name, such as deep_ep")
     parser.add_argument("name", metavar="CLASS", help="such as Buffer; followed to where the module imports it from")
     parser.add_argument("--out", metavar="FILE", type=Path, help="instead of stdout")
+    parser.add_argument("--checkout", metavar="REPOSITORY@COMMIT", default="", help="of a folder without *.dist-info")
     args = parser.parse_args(arguments)
-    text = as_json(record(args.path, args.module, args.name)) + "\n"
+    if args.checkout and not all(args.checkout.partition("@")):
+        raise UsageError(f"--checkout {args.checkout}: give REPOSITORY@COMMIT, such as microsoft/mscclpp@3d02152b")
+    text = as_json(record(args.path, args.module, args.name, args.checkout)) + "\n"
     if args.out is None:
         sys.stdout.write(text)
         return

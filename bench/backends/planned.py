@@ -72,7 +72,6 @@ VLLM = ("vllm", "vLLM (pip install vllm)")
 FLASHINFER = ("flashinfer", "FlashInfer (pip install flashinfer-python)")
 DEEPGEMM = ("deep_gemm", "DeepGEMM (https://github.com/deepseek-ai/DeepGEMM)")
 NCCL_EP = ("nccl.ep", "NCCL-EP (pip install nccl-extensions)")
-MSCCLPP = ("mscclpp", "MSCCL++ with mscclpp.ep (https://github.com/microsoft/mscclpp)")
 MORI = ("mori", "MORI (https://github.com/ROCm/mori)")
 CUTEDSL = ("cutlass", "CUTLASS DSL (pip install nvidia-cutlass-dsl)")
 
@@ -99,10 +98,6 @@ def nccl_ep(knobs: Knobs) -> list[Variant]:
     return [variant for variants in found for variant in variants]
 
 
-def mscclpp(knobs: Knobs) -> list[Variant]:
-    return [v for algo in knobs.algos for v in comm_variants(f"mscclpp_{algo}", knobs, algo, fp8=algo == "ll")]
-
-
 def mori(knobs: Knobs) -> list[Variant]:
     """`intranode` and `v1` have no two modes; `v1_ll` and `async_ll` belong to ll."""
     found = comm_variants("mori+intranode", knobs, sms=False) + comm_variants("mori+v1", knobs, sms=False)
@@ -120,7 +115,6 @@ def comm_backends() -> list[Backend]:
         PlannedBackend("deepep_v2", "deepep_v2", Needs(packages=(DEEPEP,)), deepep_v2),
         PlannedBackend("nccl_ep", "nccl_ep", Needs(packages=(NCCL_EP,)), nccl_ep),
         PlannedBackend("flashinfer", "flashinfer", Needs(packages=(FLASHINFER,)), flashinfer),
-        PlannedBackend("mscclpp", "mscclpp", Needs(packages=(MSCCLPP,)), mscclpp),
         PlannedBackend("mori", "mori", Needs(vendor="rocm", packages=(MORI,)), mori),
     ]
 

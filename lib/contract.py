@@ -158,6 +158,7 @@ class Session:
     quant_included: bool | None = None  # None: this session has no input quantisation
     deterministic: bool = False
     capturable: str = "not declared capturable"  # "" = may be captured in a CUDA graph; else the reason why not
+    every_node: bool = False  # dispatch sends a token to every node, whatever its experts are
     barrier: Callable[[], None] | None = None
     kernels: ClassVar[dict[str, list[str]]] = {}  # phase -> kernel-name patterns
     mark_arrival: Callable[[], None] = staticmethod(_nothing)

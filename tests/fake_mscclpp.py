@@ -137,7 +137,7 @@ class MoECommunicator:
     def is_initialized(self) -> bool:
         return self._initialized
 
-    def dispatch(self, input: torch.Tensor, topk_ids: Any, weights: Any, quant: Any, **more: Any) -> tuple[Any, Any]:
+    def dispatch(self, input: Any, topk_ids: Any, weights: Any, quant: Any, **more: Any) -> tuple[Any, Any]:  # noqa: A002
         assert quant is None, "per-call input quant metadata is not supported"
         assert more["stream"] is more["output_buffer"] is more["runtime_max_tokens_per_rank"] is None
         if not self._initialized:

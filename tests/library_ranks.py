@@ -41,7 +41,8 @@ class Suite:
     installed: Callable[[], AbstractContextManager[Any]]
     faults_of: Callable[[Variant], tuple[str, ...]]
     alive: Callable[[], int]
-    nodes: tuple[int, ...] = (1,)
+    shapes_of: Callable[[Variant], dict[str, dict[str, Any]]] = lambda variant: {}  # beside SHAPES
+    steps: tuple[str, ...] = ("_dispatch", "_stage", "_combine")  # that a check has to miss
 
     @property
     def variants(self) -> dict[str, Variant]:
@@ -82,6 +83,14 @@ def checked(suite: Suite, engine: Any, group: Group, problem: Problem, fault: st
     return found
 
 
+def refusal(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except AssertionError as refused:
+        return str(refused)
+    return "nothing was said against it"
+
+
 def described(session: Session) -> dict[str, Any]:
     return {
         "phases": [(phase.name, phase.timed, phase.blocks_host) for phase in session.phases],
@@ -101,11 +110,11 @@ def findings(suite: Suite, group: Group, more: Callable[[str, Any, Group], dict[
     for name, variant in suite.variants.items():
         suite.fake.calls.clear()
         engine = suite.backend.open(group, variant, suite.pair, suite.knobs)
-        for shape, changes in SHAPES.items():
+        for shape, changes in {**SHAPES, **suite.shapes_of(variant)}.items():
             found["wrong"][f"{name}, {shape}"] = checked(suite, engine, group, replace(suite.pair, **changes))
         for fault in suite.faults_of(variant):
             found["teeth"][f"{name}, {fault}"] = checked(suite, engine, group, suite.pair, fault)
-        for step in ("_dispatch", "_stage", "_combine"):
+        for step in suite.steps:
             found["teeth"][f"{name}, no {step}"] = checked(suite, engine, group, suite.pair, without=step)
         suite.fake.calls.clear()
         session = engine.bind(suite.pair, inputs_of(suite.pair, group.rank)[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from lib.contract import Group, Variant
 from lib.knobs import MachineFacts, parse_knobs
 from lib.problem import Problem
 from tests import fake_mscclpp
-from tests.library_ranks import Suite, run_rank
+from tests.library_ranks import Suite, refusal, run_rank
 
 KNOBS = parse_knobs(
     {"ALGO": "ht ll", "DISPATCH_DTYPE": "bf16 fp8", "NUM_SMS": "24"}, MachineFacts(gpu_count=8, sm=(9, 0))
@@ -49,14 +48,6 @@ def more(name: str, session: Any, group: Group) -> dict[str, Any]:
         _, handle = moe.dispatch(inputs.x, copy, inputs.topk_weights, previous_handle=session.first)
         found["same cache"] = handle._dispatch_cache is session.first._dispatch_cache
     return found
-
-
-def refusal(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except AssertionError as refused:
-        return str(refused)
-    return "nothing was said against it"
 
 
 def rank_main(rank: int, folder: str) -> None:

@@ -72,7 +72,6 @@ VLLM = ("vllm", "vLLM (pip install vllm)")
 FLASHINFER = ("flashinfer", "FlashInfer (pip install flashinfer-python)")
 DEEPGEMM = ("deep_gemm", "DeepGEMM (https://github.com/deepseek-ai/DeepGEMM)")
 NCCL_EP = ("nccl.ep", "NCCL-EP (pip install nccl-extensions)")
-MORI = ("mori", "MORI (https://github.com/ROCm/mori)")
 CUTEDSL = ("cutlass", "CUTLASS DSL (pip install nvidia-cutlass-dsl)")
 
 
@@ -98,14 +97,6 @@ def nccl_ep(knobs: Knobs) -> list[Variant]:
     return [variant for variants in found for variant in variants]
 
 
-def mori(knobs: Knobs) -> list[Variant]:
-    """`intranode` and `v1` have no two modes; `v1_ll` and `async_ll` belong to ll."""
-    found = comm_variants("mori+intranode", knobs, sms=False) + comm_variants("mori+v1", knobs, sms=False)
-    for kernel in ("v1_ll", "async_ll") if "ll" in knobs.algos else ():
-        found += comm_variants(f"mori+{kernel}", knobs, "ll", sms=False)
-    return found
-
-
 def flashinfer(knobs: Knobs) -> list[Variant]:
     return comm_variants("flashinfer", knobs, fp8=False, sms=False)
 
@@ -115,7 +106,6 @@ def comm_backends() -> list[Backend]:
         PlannedBackend("deepep_v2", "deepep_v2", Needs(packages=(DEEPEP,)), deepep_v2),
         PlannedBackend("nccl_ep", "nccl_ep", Needs(packages=(NCCL_EP,)), nccl_ep),
         PlannedBackend("flashinfer", "flashinfer", Needs(packages=(FLASHINFER,)), flashinfer),
-        PlannedBackend("mori", "mori", Needs(vendor="rocm", packages=(MORI,)), mori),
     ]
 
 

@@ -1,6 +1,6 @@
 """A `mori` for machines without an AMD GPU: EpDispatchCombineOp on CPU tensors, its exchange over gloo.
 
-Signatures are recorded from upstream's source at 624002c8 (tests/signatures/mori_624002c8); asserts and traps are the
+Signatures are recorded from upstream's source at 624002c8 (tests/signatures); asserts and traps are the
 library's own there. Slots are handed out in random order, the receive buffers are the library's and keep what an
 earlier call left, and a masked entry goes where that kernel sends it.
 """
@@ -19,12 +19,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from tests.fake_exchange import gather, guarded_end
+from tests.fake_gather import gather, guarded_end
 from tests.recorded import enforced, function, structure, told
 
-FOLDER = "mori_624002c8"
+OPS, SHMEM, PROFILER = (f"mori_{part}_624002c8.json" for part in ("ops", "shmem", "profiler"))
 FAULTS = ("corrupt_row", "swap_rows", "sum_twice")  # what `EpDispatchCombineOp.fault` may be, beside ""
-CONFIG = structure(f"{FOLDER}/EpDispatchCombineConfig.json")
+CONFIG = structure(OPS, "EpDispatchCombineConfig")
 GIB = 1 << 30
 
 
@@ -64,7 +64,7 @@ def heap_bytes(config: Any) -> int:
     return sum(sizes.values())
 
 
-@enforced(f"{FOLDER}/EpDispatchCombineOp.json", attributes={"calls", "fault"})
+@enforced(OPS, {"calls", "fault"}, "EpDispatchCombineOp")
 class EpDispatchCombineOp:
     calls: ClassVar[list[tuple[str, dict[str, Any]]]] = []
     fault: ClassVar[str] = ""  # of rank 1
@@ -113,10 +113,8 @@ class EpDispatchCombineOp:
 
     def _owners(self, ids: torch.Tensor) -> torch.Tensor:
         """C++ divides towards zero: where a kernel does not look at the sign, -1 is an expert of rank 0."""
-        if self._kind == "InterNodeV1LL":
-            assert (ids >= 0).all(), "(lanePe < config.worldSize) && (lanePe >= 0)"
         owner = torch.div(ids, self._config.num_experts_per_rank, rounding_mode="trunc")
-        return owner if self._kind == "AsyncLL" else torch.where(ids >= 0, owner, -1)
+        return torch.where(ids >= 0, owner, -1) if self._kind in ("IntraNode", "InterNodeV1") else owner
 
     def dispatch(self, input: Any, weights: Any, scales: Any, indices: Any, **more: Any) -> tuple[Any, ...]:  # noqa: A002
         assert more == {
@@ -252,9 +250,9 @@ def installed() -> Iterator[type[EpDispatchCombineOp]]:
     ops, shmem = modules["mori.ops"], modules["mori.shmem"]
     ops.EpDispatchCombineOp, ops.EpDispatchCombineConfig = EpDispatchCombineOp, CONFIG
     ops.EpDispatchCombineKernelType = EpDispatchCombineKernelType
-    shmem.shmem_torch_process_group_init = function(f"{FOLDER}/shmem_torch_process_group_init.json", _init)
-    shmem.shmem_finalize = function(f"{FOLDER}/shmem_finalize.json", _finalize)
-    modules["mori.kernel_profiler"].export_to_perfetto = function(f"{FOLDER}/export_to_perfetto.json", _export)
+    shmem.shmem_torch_process_group_init = function(SHMEM, "shmem_torch_process_group_init", _init)
+    shmem.shmem_finalize = function(SHMEM, "shmem_finalize", _finalize)
+    modules["mori.kernel_profiler"].export_to_perfetto = function(PROFILER, "export_to_perfetto", _export)
     EpDispatchCombineOp.calls.clear()
     EpDispatchCombineOp.fault = ""
     before = {name: sys.modules.get(name) for name in names}

@@ -1,6 +1,6 @@
 """An `mscclpp.ep` for machines without a GPU: MoECommunicator on CPU tensors, its exchange over gloo.
 
-Signatures are recorded from upstream's source at 3d02152b (tests/signatures/mscclpp_3d02152b); asserts are the
+Signatures are recorded from upstream's source at 3d02152b (tests/signatures); asserts are the
 library's own there. What atomics order on the GPU is random here; receive buffers are the library's and are
 overwritten as there; what it leaves unwritten is NaN or stale.
 """
@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from lib.formats import quantize
-from tests.fake_exchange import gather, guarded_end
+from tests.fake_gather import gather, guarded_end
 from tests.recorded import enforced, structure, told
 
-FOLDER = "mscclpp_3d02152b"
+TYPES = "mscclpp_types_3d02152b.json"
 FAULTS = ("corrupt_row", "swap_rows", "skip_weights", "other_bits")  # what `MoECommunicator.fault` may be, beside ""
 LL_DISPATCH_HIDDEN = (2048, 4096, 4352, 6656, 7168, 8192, 8704, 9216)  # dispatch/common.cuh
 MAX_BLOCKS, CONTROL_BLOCKS = 130, 2  # include/kernels.hpp
@@ -51,17 +51,17 @@ class DispatchDataType(enum.Enum):
     FP8_E4M3 = 1
 
 
-_config = structure(f"{FOLDER}/MoECommunicatorConfig.json")
-_output = structure(f"{FOLDER}/DispatchOutput.json")
-_handle = structure(f"{FOLDER}/DispatchHandle.json")
-_layout = structure(f"{FOLDER}/DispatchLayoutInfo.json")
-_expert_major_context = structure(f"{FOLDER}/ExpertMajorCombineContext.json")
-QuantConfig = structure(f"{FOLDER}/QuantConfig.json")
+_config = structure(TYPES, "MoECommunicatorConfig")
+_output = structure(TYPES, "DispatchOutput")
+_handle = structure(TYPES, "DispatchHandle")
+_layout = structure(TYPES, "DispatchLayoutInfo")
+_expert_major_context = structure(TYPES, "_ExpertMajorCombineContext")
+QuantConfig = structure(TYPES, "QuantConfig")
 
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-@enforced(f"{FOLDER}/CommGroup.json", attributes={"calls"})
+@enforced("mscclpp_comm_group_3d02152b.json", attributes={"calls"})
 class CommGroup:
     calls: ClassVar[list[Any]] = []
 
@@ -71,7 +71,7 @@ class CommGroup:
         self._group, self._rank, self._size = torch_group, torch_group.rank(), torch_group.size()
 
 
-@enforced(f"{FOLDER}/MoECommunicator.json", attributes={"calls", "fault", "rank", "world_size"})
+@enforced("mscclpp_communicator_3d02152b.json", attributes={"calls", "fault"})
 class MoECommunicator:
     calls: ClassVar[list[tuple[str, dict[str, Any]]]] = []
     fault: ClassVar[str] = ""  # of rank 1

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lib.machine import Gpu, Machine
+from lib.rocm import NO_COMPUTE_CAPABILITY, AmdGpu
 
 GB = 10**9
-PACKAGES = ("torch", "numpy", "vllm", "deep_ep", "deep_gemm", "flashinfer", "cutlass", "nccl.ep", "mscclpp", "mori")
+PACKAGES = (
+    "torch",
+    "numpy",
+    "vllm",
+    "deep_ep",
+    "deep_gemm",
+    "flashinfer",
+    "cutlass",
+    "nccl.ep",
+    "mscclpp",
+    "mori",
+    "cupy",
+)
 
 
 def machine(
@@ -21,6 +36,12 @@ def machine(
     found = tuple(Gpu(index, name, f"GPU-{index:04d}-aaaa", sm, free, free, "580.95") for index in range(gpus))
     modules = {package: package in installed or package in ("torch", "numpy") for package in PACKAGES}
     return Machine(found, "Some CPU", 8, int(host_gb * GB), int(host_gb * GB), modules=modules)
+
+
+def mi300(gpus: int, *installed: str, free_gb: float = 190) -> Machine:
+    free = int(free_gb * GB)
+    found = (AmdGpu(i, "AMD gfx942", f"GPU-{i:016x}", NO_COMPUTE_CAPABILITY, free, free, "6.10") for i in range(gpus))
+    return replace(machine(installed=installed), gpus=tuple(found))
 
 
 def cpu(**changes: float) -> Machine:

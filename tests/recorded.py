@@ -1,11 +1,12 @@
 """Fakes of libraries that take exactly the calls which the real one takes: recorded signatures, enforced.
 
-A record is made by tools/record_signatures.py from the wheel that an adapter was verified with, or from a checkout.
+A record is made by tools/record_signatures.py from the wheel that an adapter was verified with.
 """
 
 from __future__ import annotations
 
 import ast
+import enum
 import inspect
 import json
 from collections.abc import Callable
@@ -17,13 +18,24 @@ SIGNATURES = Path(__file__).resolve().parent / "signatures"
 Class = TypeVar("Class", bound=type)
 
 
-def recorded(file: str) -> dict[str, tuple[inspect.Signature, bool]]:
+def record_of(file: str, cls: str = "") -> dict[str, Any]:
+    """The record of a file's only class, or of one of several."""
+    record: dict[str, Any] = json.loads((SIGNATURES / file).read_text())
+    return record["classes"][cls] if cls else record
+
+
+def recorded(file: str, cls: str = "") -> dict[str, tuple[inspect.Signature, bool]]:
     """Each method of a record: the signature to bind a call with (without self), and whether it is static."""
-    methods = json.loads((SIGNATURES / file).read_text())["methods"]
+    methods = record_of(file, cls)["methods"]
     return {name: (_signature(told["parameters"]), told["static"]) for name, told in methods.items()}
 
 
-def enforced(file: str, attributes: set[str]) -> Callable[[Class], Class]:
+def recorded_enum(file: str, cls: str) -> Any:
+    """An IntEnum with the recorded members."""
+    return enum.IntEnum(cls, record_of(file, cls)["members"])
+
+
+def enforced(file: str, attributes: set[str], recorded_class: str = "") -> Callable[[Class], Class]:
     """Class decorator: each method binds its call to the record first (TypeError), and notes it in `cls.calls`.
 
     A recorded method that the fake lacks raises NotImplementedError; a public name that the record lacks, other than
@@ -31,8 +43,9 @@ def enforced(file: str, attributes: set[str]) -> Callable[[Class], Class]:
     """
 
     def decorate(cls: Class) -> Class:
-        methods = recorded(file)
-        surplus = {name for name in vars(cls) if not name.startswith("_")} - set(methods) - attributes
+        methods = recorded(file, recorded_class)
+        known = set(methods) | set(record_of(file, recorded_class).get("properties", ())) | attributes
+        surplus = {name for name in vars(cls) if not name.startswith("_")} - known
         assert not surplus, f"the recorded class has no {surplus}"
         for name, (signature, static) in methods.items():
             made = vars(cls).get(name)
@@ -45,9 +58,9 @@ def enforced(file: str, attributes: set[str]) -> Callable[[Class], Class]:
     return decorate
 
 
-def structure(file: str) -> Callable[..., SimpleNamespace]:
+def structure(file: str, cls: str) -> Callable[..., SimpleNamespace]:
     """Makes what a recorded dataclass would hold: its fields and no others."""
-    signature, _ = recorded(file)["__init__"]
+    signature, _ = recorded(file, cls)["__init__"]
 
     def make(*args: Any, **kwargs: Any) -> SimpleNamespace:
         bound = signature.bind(*args, **kwargs)
@@ -57,9 +70,9 @@ def structure(file: str) -> Callable[..., SimpleNamespace]:
     return make
 
 
-def function(file: str, made: Callable[..., Any]) -> Callable[..., Any]:
+def function(file: str, name: str, made: Callable[..., Any]) -> Callable[..., Any]:
     """`made` behind the signature of a recorded function."""
-    ((signature, _),) = recorded(file).values()
+    signature, _ = recorded(file, name if "classes" in record_of(file) else "")[name]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
@@ -70,19 +83,17 @@ def function(file: str, made: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _signature(parameters: list[dict[str, str]]) -> inspect.Signature:
+    """A default that is no literal stands as its text: no fake may look at it."""
     made = []
     for told in parameters:
-        default = _literal(told["default"]) if "default" in told else inspect.Parameter.empty
+        default: Any = inspect.Parameter.empty
+        if "default" in told:
+            try:
+                default = ast.literal_eval(told["default"])
+            except ValueError:
+                default = told["default"]
         made.append(inspect.Parameter(told["name"], getattr(inspect.Parameter, told["kind"]), default=default))
     return inspect.Signature(made)
-
-
-def _literal(text: str) -> Any:
-    """A default as a value, or its text where it names something of the library's own, such as `MoEMode.LATENCY`."""
-    try:
-        return ast.literal_eval(text)
-    except ValueError:
-        return text
 
 
 def _bound(cls: Any, name: str, made: Any, signature: inspect.Signature, static: bool) -> Callable[..., Any]:

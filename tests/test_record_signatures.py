@@ -85,7 +85,8 @@ def test_the_record_holds_version_place_and_every_public_method(wheel: Path, tmp
     assert (record["distribution"], record["version"]) == ("lib-of", "1.5.post2")
     assert (record["module"], record["class"], record["source"]) == ("lib_of", "Shown", "lib_of/inner/core.py")
     assert list(record["methods"]) == ["__init__", "send", "hint", "made", "wait"]
-    assert [name for name, method in record["methods"].items() if method["static"]] == ["hint"]
+    assert [name for name, method in record["methods"].items() if method["static"]] == ["hint", "made"]
+    assert record["properties"] == ["rank"]
 
 
 def test_parameters_keep_order_kind_and_the_text_of_their_default(wheel: Path) -> None:

@@ -317,8 +317,7 @@ class MoriBackend(Backend):
 
     def _verdict(self, variant: Variant, machine: Machine, problem: Problem) -> Support:
         if machine.vendor != "rocm":
-            here = "CUDA GPUs" if machine.gpus else "no GPU"
-            return unsupported(f"needs an AMD GPU (ROCm), this machine has {here}")
+            return unsupported(f"needs an AMD GPU (ROCm), this machine has {machine.has_what}")
         reason = limits.shape_reason(variant, problem)
         return unsupported(reason) if reason else Support()
 

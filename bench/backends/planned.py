@@ -35,7 +35,7 @@ class Needs:
     def hardware(self, machine: Machine) -> Support:
         if machine.vendor != self.vendor:
             needed = "an NVIDIA GPU" if self.vendor == "cuda" else "an AMD GPU (ROCm)"
-            return unsupported(f"needs {needed}, this machine has {'CUDA GPUs' if machine.gpus else 'no GPU'}")
+            return unsupported(f"needs {needed}, this machine has {machine.has_what}")
         sm = machine.sm
         if sm is not None and (sm < self.sm or (self.sm_major is not None and sm[0] != self.sm_major)):
             wanted = f"sm_{self.sm_major}x" if self.sm_major is not None else f"sm_{self.sm[0]}{self.sm[1]} or newer"

@@ -21,14 +21,31 @@ PAIR = Problem(world=2, nodes=1, tokens=6, num_experts=8, topk=3, hidden=4096, i
 
 def faults_of(variant: Variant) -> tuple[str, ...]:
     """Weights are the library's in expert-major order; ht's rank-major promises token-major's bits."""
+    if variant.handle:
+        return ()  # the same session as without
     found = fake_mscclpp.FAULTS[:2]
     if variant.layout == "expert_major":
         return (*found, "skip_weights")
     return (*found, "other_bits") if (variant.algo, variant.layout) == ("ht", "rank_major") else found
 
 
+def steps_of(variant: Variant) -> tuple[str, ...]:
+    """The steps of each session; direct_send in expert-major order has rank_local_reduce's."""
+    if variant.handle or variant.name == "mscclpp_ll+direct_send":
+        return ()
+    staged = variant.layout != "expert_major" or variant.dispatch_dtype == "fp8"
+    return ("_dispatch", "_stage", "_combine") if staged else ("_dispatch", "_combine")
+
+
 SUITE = Suite(
-    MscclppBackend(), KNOBS, PAIR, fake_mscclpp.MoECommunicator, fake_mscclpp.installed, faults_of, fake_mscclpp.alive
+    MscclppBackend(),
+    KNOBS,
+    PAIR,
+    fake_mscclpp.MoECommunicator,
+    fake_mscclpp.installed,
+    faults_of,
+    fake_mscclpp.alive,
+    steps_of=steps_of,
 )
 
 

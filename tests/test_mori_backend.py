@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ from machine_helpers import h200_pair, machine, mi300
 from bench.backends import mori_limits as limits
 from bench.backends.mori import NO_PROFILER, MoriBackend, MoriSession, fp8_wire_dtype
 from lib.contract import Group, Missing, Support, Variant
+from lib.measure import byte_and_rate_columns
 from lib.problem import Problem
+from lib.routing import make_routing
 from tests import fake_mori
 from tests.library_ranks import CPU, SHAPES
 from tests.mori_ranks import PAIR, SUITE, TWO_NODES, faults_of, rank_main, steps_of
@@ -270,6 +273,20 @@ def test_the_fake_is_as_the_library_is(pair: list[dict[str, Any]]) -> None:
 def test_v1_ll_alone_sends_a_token_to_every_node(pair: list[dict[str, Any]]) -> None:
     every = {name for name, found in pair[0]["more"].items() if found["every node"]}
     assert every == {"mori+v1_ll bf16", "mori+v1_ll fp8"}
+
+
+@pytest.mark.parametrize(("every_node", "tokens"), [(True, 6 * 2), (False, 6)])
+def test_a_rows_bytes_between_nodes_are_tokens_times_nodes_if_every_node_gets_all(
+    every_node: bool, tokens: int
+) -> None:
+    """One hot expert is on one node: a kernel that looks at the routing sends there alone."""
+    problem = replace(PAIR, nodes=2, routing="onehot", topk=1)
+    case, row = SimpleNamespace(problem=problem), problem.hidden * 2
+    session = SimpleNamespace(every_node=every_node, dispatch_format="bf16", combine_format="bf16", kind="combine")
+    times = {"lat_us_p50": 1.0}
+    columns = byte_and_rate_columns(case, session, make_routing(problem), times, None)  # type: ignore[arg-type]
+    assert columns["node_bytes_algo"] == tokens * row
+    assert columns["node_bytes_physical"] == (6 * row if every_node else 3 * row)
 
 
 def test_its_own_profiler_forgets_what_was_before_and_names_this_kernels_slots(pair: list[dict[str, Any]]) -> None:

@@ -119,7 +119,14 @@ print_summary() {
   done
   if [[ ${#files[@]} -gt 0 ]]; then
     "${MAIN_PYTHON:-$BARE}" -m lib.summary "${files[@]}" || say "no table: lib.summary failed; the rows are in $OUT_DIR"
+    write_report "$OUT_DIR/report_$STAMP.html" "${files[@]}"
   fi
+}
+
+# write_report PAGE CSV...: a page beside the rows. It tells itself what it lacks (2); whatever it does, the run stands.
+write_report() {
+  "${MAIN_PYTHON:-$BARE}" -m tools.report --out "$1" "${@:2}" || [[ $? == "$EXIT_USAGE" ]] ||
+    say "no page: tools.report failed; the rows are in $OUT_DIR"
 }
 
 main "$@"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bench.backends.planned import fi_mega_backends
+from bench.backends.fi_cutedsl import Mxfp8Backend, Nvfp4Backend, PullBackend
+from bench.backends.fi_deepgemm import DeepGemmMegaBackend
+from bench.backends.fi_push import PushBackend
 from lib.contract import Backend
 from lib.plan import Section
 from lib.section import run_section
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def backends(knobs: Knobs) -> list[Backend]:
-    every = fi_mega_backends()
+    every = [DeepGemmMegaBackend(), Mxfp8Backend(), Nvfp4Backend(), PushBackend(), PullBackend()]
     return [backend for name in knobs.mega_list for backend in every if backend.name == name]
 
 

@@ -99,13 +99,15 @@ class Phase:
     """One step of the staged decomposition. An untimed phase carries what must not be charged to the library.
 
     Untimed phases before the first timed one stage the inputs: the harness runs them whenever it changed the payload,
-    also before a plain `call`.
+    also before a plain `call`. A repeatable one may run again without those before it: its column is then measured in a
+    series of its own, in which nothing else runs.
     """
 
     name: str
     fn: Callable[[], None]
     timed: bool = True
     blocks_host: bool = False
+    repeatable: bool = False
 
 
 @dataclass
@@ -161,6 +163,11 @@ class Session:
     every_node: bool = False  # dispatch sends a token to every node, whatever its experts are
     barrier: Callable[[], None] | None = None
     kernels: ClassVar[dict[str, list[str]]] = {}  # phase -> kernel-name patterns
+    replayed_kernel: bool = False  # TIMING=kernel: no bare launch, so a graph of one call is replayed in its place
+    kernel_note: str = ""  # what TIMING=kernel launches, where that is not the library's bare kernel
+    cold_kernel: bool = (
+        False  # the library's own tester writes the L2 over between bare launches, so TIMING=kernel does
+    )
     mark_arrival: Callable[[], None] = staticmethod(_nothing)
 
     def call(self) -> None:
@@ -183,11 +190,16 @@ class Session:
         return ""
 
     def bare_kernel(self) -> Callable[[], None] | None:
+        """The launch alone, on inputs that this call stages; afterwards `output` shows what the launch wrote."""
         return None
 
     def library_profiler(self) -> LibraryProfiler | str:
         """The library's own profiler, or one sentence why there is none in this library or build."""
         return "this backend has no profiler of its own; TRACE=1 traces it"
+
+    def facts(self) -> dict[str, Any]:
+        """What the library chose at this point and what setting it up cost, as JSON: for the log and the record."""
+        return {}
 
     def transport(self) -> str:
         return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,4 +73,5 @@ def make_tools(group: Group, cold: bool) -> DeviceTools:
         return next((f"rank {rank}: {found}" for rank, found in enumerate(problems) if found), "")
 
     flush = l2_flush(group.device) if cold else None
-    return DeviceTools(lambda: dist.barrier(group=group.host_pg), align, flush, agree)
+    make_flush = partial(l2_flush, group.device)
+    return DeviceTools(lambda: dist.barrier(group=group.host_pg), align, flush, agree, make_flush)

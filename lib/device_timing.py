@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +24,7 @@ from lib.timing import (
     Samples,
     leading_phases,
     main_phases,
+    repeatable_phases,
     timed_names,
 )
 
@@ -44,6 +45,7 @@ class DeviceTools:
     align: Callable[[], None]
     flush: Callable[[], None] | None  # None: L2=warm
     agree: Callable[[str], str]  # "" from all ranks, or the first rank's problem
+    make_flush: Callable[[], Callable[[], None]] | None = None  # a flush for a method that needs one though L2=warm
 
     def cold_start(self, hide_enqueue: bool = False) -> None:
         """Nothing in flight, all ranks here, then all devices here. Enqueued work ends with the device barrier.
@@ -180,6 +182,12 @@ def e2e(session: Session, tools: DeviceTools, plan: Plan, between_series: Betwee
                     samples.arrivals.append(between_us(start, arrived[0]))
     finally:
         del session.mark_arrival
+    for phase in repeatable_phases(session):
+        spans = []
+        for _ in range(plan.warmup + plan.iters):
+            tools.cold_start()
+            spans.append(window(phase.fn)[0])
+        samples.alone[phase.name] = spans[plan.warmup :]
     return samples
 
 
@@ -199,7 +207,9 @@ def e2e_pipelined(session: Session, tools: DeviceTools, plan: Plan, between_seri
             session.call()
             hosts.append((time.perf_counter_ns() - started) / NS_PER_US)
             stamps[call + 1].record()
+        enqueued = time.perf_counter_ns()
         torch.cuda.synchronize()
+        samples.backlog.append((time.perf_counter_ns() - enqueued) / NS_PER_US)
         periods = [between_us(before, after) for before, after in pairwise(stamps)]
         samples.total.extend(periods[PIPELINED_DROPPED:])
         samples.host.extend(hosts[PIPELINED_DROPPED:])
@@ -209,6 +219,14 @@ def e2e_pipelined(session: Session, tools: DeviceTools, plan: Plan, between_seri
     torch.cuda.synchronize()
     for marks in chain[PIPELINED_DROPPED:]:
         add_phases(samples, marks)
+    for phase in repeatable_phases(session):
+        tools.cold_start()
+        stamps[0].record()
+        for call in range(calls):
+            phase.fn()
+            stamps[call + 1].record()
+        torch.cuda.synchronize()
+        samples.alone[phase.name] = [between_us(*pair) for pair in pairwise(stamps)][PIPELINED_DROPPED:]
     return samples
 
 
@@ -269,9 +287,15 @@ def graph(session: Session, tools: DeviceTools, plan: Plan, between_series: Betw
 
 
 def kernel(session: Session, tools: DeviceTools, plan: Plan, between_series: BetweenSeries) -> Samples:
-    """The library's bare launch, one at a time; its enqueue hides behind a delay kernel before the device barrier."""
-    launch = session.bare_kernel()
-    assert launch is not None, "measure_case asks before it calls"
+    """The library's bare launch, one at a time; its enqueue hides behind a delay kernel before the device barrier.
+
+    A session without one may have a graph of one call replayed in its place (`replayed_kernel`).
+    """
+    if session.cold_kernel and tools.flush is None and tools.make_flush is not None:
+        tools = replace(tools, flush=tools.make_flush())
+    replay = None if (launch := session.bare_kernel()) else captured_call(session, tools)
+    launch = launch or replay
+    assert launch is not None
     samples = Samples()
     for iteration in range(plan.warmup + plan.iters):
         tools.cold_start(hide_enqueue=True)
@@ -279,8 +303,20 @@ def kernel(session: Session, tools: DeviceTools, plan: Plan, between_series: Bet
         if iteration >= plan.warmup:
             samples.total.append(total)
             samples.host.append(host)
-    between_series(None)
+    between_series(replay)
+    launch()  # this method has no second series, and the output is looked at once more after the last one
+    torch.cuda.synchronize()
     return samples
+
+
+def captured_call(session: Session, tools: DeviceTools) -> Callable[[], None]:
+    """The replay of a graph of one call. What the eager calls before it left is gone."""
+    for _ in range(CAPTURE_WARMUP_CALLS):
+        session.call()
+    torch.cuda.synchronize()
+    replay = capture(session.call, tools).replay
+    session.poison()
+    return replay
 
 
 METHODS = {"e2e": e2e, "e2e_pipelined": e2e_pipelined, "graph": graph, "kernel": kernel}

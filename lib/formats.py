@@ -21,7 +21,7 @@ class Format:
     """`rows` x `columns` elements share one scale; 0 columns = the whole row. `scale` is the scale's own format."""
 
     grid: str  # bf16, e4m3 or e2m1
-    scale: str = ""  # fp32, e8m0, e4m3 (under one fp32 scale for the tensor) or bf16
+    scale: str = ""  # fp32, e8m0, bf16, or e4m3 under one scale for the tensor: fp32, or a power of two (e4m3_pow2)
     columns: int = 0
     rows: int = 1
 
@@ -38,6 +38,7 @@ FORMATS: dict[str, Format] = {
     "mxfp8": Format("e4m3", "e8m0", 32),
     "mxfp4": Format("e2m1", "e8m0", 32),  # DeepGEMM's mega weights
     "nvfp4": Format("e2m1", "e4m3", 16),
+    "nvfp4_pow2": Format("e2m1", "e4m3_pow2", 16),  # FlashInfer's mega weights: no fp32 scale but an alpha we choose
     "nvfp4_wire": Format("e2m1", "bf16", 16),  # combine wire 16e2m1 x bf16
 }
 
@@ -75,8 +76,10 @@ def quantize(fmt: str, x: torch.Tensor) -> Quantized:
         amax = amax.clamp(min=FP32_SCALE_AMAX_FLOOR)
         scales, inverse = amax / _like(amax, spec.largest), _like(amax, spec.largest) / amax
     else:
-        if spec.scale == "e4m3":
+        if spec.scale in ("e4m3", "e4m3_pow2"):
             global_scale = _global_scale(x)
+        if spec.scale == "e4m3_pow2":
+            global_scale = _power_of_two_scale(_global_scale(x), 1.0)
         scales = _rounded_scale(amax, spec, global_scale)
         full = scales if global_scale is None else scales * global_scale
         # a block of zeros, or one that underflows the scale's format, has the scale 0 and comes out as zeros

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -39,6 +40,11 @@ class Kernel:
     name: str
     start_us: float
     duration_us: float
+    stream: int = 0
+
+    @property
+    def end_us(self) -> float:
+        return self.start_us + self.duration_us
 
 
 def profile_session(session: Session, tools: DeviceTools) -> KernelTimes:
@@ -57,13 +63,17 @@ def profile_session(session: Session, tools: DeviceTools) -> KernelTimes:
             torch.cuda._sleep(MARKER_CYCLES)
             session.call()
             torch.cuda.synchronize()
+    return attribute(kernels_of(recorded), session.kernels, ITERATIONS)
+
+
+def kernels_of(recorded: Any) -> list[Kernel]:
+    """The GPU's part of what a torch.profiler.profile recorded, by the profiler's clock."""
     device = torch.autograd.DeviceType.CUDA
-    kernels = [
-        Kernel(entry.name, entry.time_range.start, entry.time_range.elapsed_us())
+    return [
+        Kernel(entry.name, entry.time_range.start, entry.time_range.elapsed_us(), entry.device_resource_id)
         for entry in recorded.events()
         if entry.device_type == device
     ]
-    return attribute(kernels, session.kernels, ITERATIONS)
 
 
 def iterations_of(kernels: Sequence[Kernel]) -> list[list[Kernel]]:

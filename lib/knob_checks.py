@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lib.knob_types import ALL, shown
+from lib import mega_knobs
+from lib.knob_types import ALL, or_list, shown
 from lib.routing_spec import check_routing, check_routing_file, parse_routing
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 TOPK_MAX = 32  # a warp's lanes: the libraries' kernels hold a token's choices in one warp
 CPU_RANKS_MAX = 64
 NODE_GPUS = 8  # counts up to a full node are proposed
-IKR_BACKENDS = ("mxfp8_cutedsl", "nvfp4_cutedsl")
-COMBINE_DTYPE_BACKENDS = ("nvfp4_cutedsl",)
 COLD_TIMINGS = ("e2e", "kernel")
 
 STRICT_PREFIXES = ("MEGA_", "SEQ_LEN")
@@ -52,12 +51,6 @@ class Draft:
 
 
 Check = Callable[[Draft], Iterator[str]]
-
-
-def or_list(items: Sequence[object]) -> str:
-    """1, 2 or 4"""
-    texts = [str(item) for item in items]
-    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
 
 
 # CUDA_VISIBLE_DEVICES and GPUS
@@ -188,22 +181,9 @@ def ikr_and_combine_dtype(draft: Draft) -> Iterator[str]:
         yield f"MEGA_IKR=1: excludes MEGA_COMBINE_DTYPE={dtype}; set MEGA_IKR=0 or MEGA_COMBINE_DTYPE=bf16"
 
 
-def _mega_options(knobs: Knobs) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(knob as set, the backends that have it) of each option that is on."""
-    if knobs.mega_ikr:
-        yield "MEGA_IKR=1", IKR_BACKENDS
-    if knobs.mega_combine_dtype != "bf16":
-        yield f"MEGA_COMBINE_DTYPE={knobs.mega_combine_dtype}", COMBINE_DTYPE_BACKENDS
-
-
-def some_backend_has_it(draft: Draft) -> Iterator[str]:
-    knobs = draft.knobs
-    if knobs.all_sections or not draft.asked("fi_mega"):
-        return
-    for option, owners in _mega_options(knobs):
-        if not set(owners) & set(knobs.mega_list):
-            listed = " ".join(knobs.mega_list)
-            yield f"{option}: no backend in MEGA_LIST={listed} has it; add {or_list(owners)}, or unset it"
+def mega_options(draft: Draft) -> Iterator[str]:
+    if draft.asked("fi_mega"):
+        yield from mega_knobs.errors(draft.knobs)
 
 
 # Nodes
@@ -218,7 +198,7 @@ def one_node(draft: Draft) -> Iterator[str]:
 
 
 # Each check with the fields it stands on: it is left out while one of them is wrong by itself.
-LATER = ("TRACE", "NIC", "MASTER_ADDR", "MASTER_PORT", "BASELINE", "STARTS", "KEEP")  # traces, nodes, nightly: to come
+LATER = ("NIC", "MASTER_ADDR", "MASTER_PORT", "BASELINE", "STARTS", "KEEP")  # nodes, nightly: to come
 GPU_ONLY = ("L2", "PEAKS", "ITERS_PER_GRAPH")
 CHECKS: tuple[tuple[Check, tuple[str, ...]], ...] = (
     (devices_exist, ()),
@@ -229,7 +209,7 @@ CHECKS: tuple[tuple[Check, tuple[str, ...]], ...] = (
     (routing_fits, ("routing", "gpus", "nnodes", "num_experts", "topk", "tokens", "seq_lens")),
     (cold_l2, ("l2", "timing", "mega_timing", "sections")),
     (ikr_and_combine_dtype, ("mega_ikr", "mega_combine_dtype")),
-    (some_backend_has_it, ("mega_list", "mega_ikr", "mega_combine_dtype", "sections")),
+    (mega_options, ("mega_list", "mega_ikr", "mega_combine_dtype", "mega_knobs", "sections")),
     (one_node, ("nnodes", "node_rank")),
 )
 
@@ -261,10 +241,7 @@ def remarks(draft: Draft) -> Iterator[str]:
         if name in draft.changed and not draft.sweep:
             yield f"{name}: has no effect in run.sh, which runs TOKENS={knobs.tokens}; ./run_sweep.sh sweeps"
     if draft.asked("fi_mega"):
-        for option, owners in _mega_options(knobs):
-            without = [name for name in knobs.mega_list if name not in owners]
-            if without:
-                yield f"{option}: {', '.join(without)} does not have it and runs unchanged"
+        yield from mega_knobs.remarks(knobs)
 
 
 # Names that are not knobs: their values are never looked at beyond "is it empty"

@@ -39,6 +39,12 @@ def shown(text: str) -> str:
     return plain if len(plain) <= SHOWN_CHARACTERS else plain[: SHOWN_CHARACTERS - 3] + "..."
 
 
+def or_list(items: Sequence[object]) -> str:
+    """1, 2 or 4"""
+    texts = [str(item) for item in items]
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
+
+
 def plain(error: OSError | RecursionError) -> str:
     """What went wrong, without the path or the depth that Python puts behind it."""
     return str(error.strerror) if isinstance(error, OSError) else "nested too deep"

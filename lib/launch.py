@@ -32,7 +32,8 @@ SETTLE_S = 0.4  # after the first sign of a failure: a rank that died tells more
 TEARDOWN_S = float(os.environ.get("MOE_EP_TEARDOWN_S", "30"))  # from a saved row to the next point's start, or the end
 SETUP, RUN, TEARDOWN = "setup", "run", "teardown"
 NO_PHASE = ""  # of a launcher's own end
-CLOCKS = {"check": RUN, "time": RUN, "recheck": RUN, "close": TEARDOWN}  # of a rank's phase; of all others: SETUP
+# Of a rank's phase; of all others: SETUP.
+CLOCKS = {"check": RUN, "time": RUN, "recheck": RUN, "trace": RUN, "close": TEARDOWN}
 
 
 @dataclass

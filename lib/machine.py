@@ -49,6 +49,7 @@ class Machine:
     available_bytes: int
     bare: bool = False
     modules: Mapping[str, bool] = field(default_factory=dict)  # tests put their answers here
+    versions: Mapping[str, str] = field(default_factory=dict)  # and here
 
     @property
     def vendor(self) -> str:
@@ -79,10 +80,20 @@ class Machine:
             return self.modules[module]
         if self.bare and module in ("torch", "numpy"):
             return True  # the first real run installs them
+        package, _, part = module.partition(".")
         try:
-            return importlib.util.find_spec(module) is not None
+            spec = importlib.util.find_spec(package)
         except (ImportError, ValueError):
             return False
+        if spec is None or not part:
+            return spec is not None
+        # find_spec of a dotted name would import what stands before the dot
+        places = [Path(place, *part.split(".")) for place in spec.submodule_search_locations or ()]
+        return any(place.is_dir() or place.with_suffix(".py").is_file() for place in places)
+
+    def version(self, package: str) -> str:
+        """The installed version of a distribution by its metadata, "" if it is not installed."""
+        return self.versions[package] if package in self.versions else package_version(package)
 
 
 def package_version(package: str) -> str:

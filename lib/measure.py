@@ -53,19 +53,20 @@ class Bench:
     methods: dict[str, Any]  # name -> (session, tools, plan, between_series) -> Samples
     tools: Any  # lib.timing.HostTools or lib.device_timing.DeviceTools
     peaks: Peaks | None
+    stamp: str = ""  # of the run, for the names of traces
 
     @classmethod
-    def make(cls, group: Group, knobs: Knobs, peaks: dict[str, Any] | None) -> Bench:
+    def make(cls, group: Group, knobs: Knobs, peaks: dict[str, Any] | None, stamp: str = "") -> Bench:
         import torch.distributed as dist
 
         if group.device.type == "cpu":
             host_tools = timing.HostTools(lambda: dist.barrier(group=group.host_pg))
-            return cls(group, knobs, timing.METHODS, host_tools, None)
+            return cls(group, knobs, timing.METHODS, host_tools, None, stamp)
         from lib import device_timing
         from lib.device import make_tools
 
         tools = make_tools(group, knobs.l2 == "cold")
-        return cls(group, knobs, device_timing.METHODS, tools, Peaks.read(peaks) if peaks else None)
+        return cls(group, knobs, device_timing.METHODS, tools, Peaks.read(peaks) if peaks else None, stamp)
 
 
 class CheckMemory:
@@ -87,8 +88,12 @@ class CheckMemory:
 
 def choose_method(case: Case, session: Session, eager: str) -> tuple[str, str]:
     """The timing that will really be made, and the graph column: a graph that can't be is eager, and says so."""
-    if case.timing == "kernel" and session.bare_kernel() is None:
-        raise Unsupported("TIMING=kernel: this backend has no bare kernel to launch")
+    if case.timing == "kernel":
+        if session.replayed_kernel and eager:
+            raise Unsupported(f"TIMING=kernel: {eager}")
+        if not session.replayed_kernel and session.bare_kernel() is None:
+            raise Unsupported("TIMING=kernel: this backend has no bare kernel to launch")
+        return "kernel", "captured" if session.replayed_kernel else ""
     if case.timing != "graph":
         return case.timing, ""
     reason = eager or session.capturable
@@ -148,14 +153,32 @@ def measure_case(
         "transport": session.transport(),
         "timer": "monotonic" if group.device.type == "cpu" else "cuda_event",
         "versions": versions_text(session),
-        "tainted": False,
+        "tainted": knobs.trace != "0",
     }
-    result: dict[str, Any] = {"status": "ok", "reason": "", "columns": columns, "samples": raw_samples(everyone)}
+    if method == "kernel":
+        columns |= bare_kernel_columns(session)
+    reason = f"kernel: {session.kernel_note}" if method == "kernel" and session.kernel_note else ""
+    samples_of_all = raw_samples(everyone) | {"facts": session.facts()}
+    result: dict[str, Any] = {"status": "ok", "reason": reason, "columns": columns, "samples": samples_of_all}
     if group.device.type == "cuda":
         add_kernel_times(result, session, bench)
+    if knobs.trace != "0":
+        from lib.tracing import add_trace
+
+        say_phase("trace")
+        add_trace(result, case, session, bench)
     clocked(lambda phase: None, seconds)("end")
     result["samples"] |= {"seconds": spans(seconds), "check_bytes": check_bytes}
     return result, session
+
+
+def bare_kernel_columns(session: Session) -> dict[str, Any]:
+    """What a bare launch is timed without, and the L2 that it found."""
+    columns: dict[str, Any] = {"l2": "cold"} if session.cold_kernel else {}
+    if not session.replayed_kernel:
+        columns["staging_included"] = False
+        columns["quant_included"] = None if session.quant_included is None else False
+    return columns
 
 
 def clocked(say_phase: SayPhase, seconds: dict[str, float]) -> SayPhase:
@@ -180,7 +203,7 @@ def add_kernel_times(result: dict[str, Any], session: Session, bench: Bench) -> 
 
     everyone = gather(profile_session(session, bench.tools), bench.group)
     if problem := next((times.problem for times in everyone if times.problem), ""):
-        result["reason"] = f"kernel_us: {problem}"
+        result["reason"] = "; ".join(filter(None, (result["reason"], f"kernel_us: {problem}")))
         return
     result["columns"]["kernel_us"] = median(stats.max_over_ranks(_by_iteration([t.total_us for t in everyone])))
     result["samples"]["kernel_us"] = [times.total_us for times in everyone]
@@ -208,6 +231,9 @@ def time_columns(method: str, tokens: int, everyone: list[timing.Samples]) -> di
         # Back to back, a rank's phase contains its wait for the others: the floor is the rank that waited least.
         reduced = [min(ranks) for ranks in series] if pipelined else stats.max_over_ranks(series)
         columns[f"{name}_us"] = median(reduced)
+    for name in everyone[0].alone:  # over ranks as the total, since it is a whole collective too
+        series = _by_iteration([samples.alone[name] for samples in everyone])
+        columns[f"{name}_us"] = median(stats.median_over_ranks(series) if pipelined else stats.max_over_ranks(series))
     spans = _by_iteration([samples.phase_total for samples in everyone])
     if len(everyone[0].phases) > 1:
         columns["gap_us"] = stats.gap_us(_by_iteration([samples.gaps for samples in everyone]), spans)
@@ -216,13 +242,26 @@ def time_columns(method: str, tokens: int, everyone: list[timing.Samples]) -> di
         columns["skew_us"] = stats.skew_us(arrivals)
         columns["slowest_rank"] = stats.slowest_rank(arrivals)
     columns["host_us"] = median(stats.max_over_ranks(_by_iteration([samples.host for samples in everyone])))
-    blocked = _by_iteration([samples.blocked for samples in everyone])
-    if blocked:
-        busy_us = columns["host_us"] - median(stats.max_over_ranks(blocked))
-        columns["launch_bound"] = busy_us > LAUNCH_BOUND_SHARE * columns["lat_us_p50"]
+    columns["launch_bound"] = launch_bound(columns, everyone)
     p50_s = columns["lat_us_p50"] / 1e6
     columns["tokens_per_s"] = tokens / p50_s if tokens else None
     return columns
+
+
+def launch_bound(columns: dict[str, Any], everyone: list[timing.Samples]) -> bool | None:
+    """Was the host's enqueue what was measured? Unknown on a CPU.
+
+    A device that has less than one call left when the host has enqueued a whole chain was waiting for the host. Where
+    single calls are timed, or the host waits inside them, its share of the total has to tell.
+    """
+    blocked = _by_iteration([samples.blocked for samples in everyone])
+    if not blocked:
+        return None
+    blocked_us = median(stats.max_over_ranks(blocked))
+    if everyone[0].backlog and blocked_us == 0:
+        backlog_us = median(min(ranks) for ranks in _by_iteration([samples.backlog for samples in everyone]))
+        return bool(backlog_us < columns["lat_us_p50"])
+    return bool(columns["host_us"] - blocked_us > LAUNCH_BOUND_SHARE * columns["lat_us_p50"])
 
 
 def byte_and_rate_columns(
@@ -262,11 +301,14 @@ def raw_samples(everyone: list[timing.Samples]) -> dict[str, Any]:
     """What JSONL keeps: series by rank, and the drift of each pipelined chain."""
     raw: dict[str, Any] = {
         "total_us": [samples.total for samples in everyone],
+        "rank0_p50_us": median(everyone[0].total),
+        "alone_us": {name: [samples.alone[name] for samples in everyone] for name in everyone[0].alone},
         "phases_us": {name: [samples.phases[name] for samples in everyone] for name in everyone[0].phases},
         "phase_total_us": [samples.phase_total for samples in everyone],
         "gaps_us": [samples.gaps for samples in everyone],
         "host_us": [samples.host for samples in everyone],
         "blocked_us": [samples.blocked for samples in everyone],
+        "backlog_us": [samples.backlog for samples in everyone],
         "arrivals_us": [samples.arrivals for samples in everyone],
     }
     chains = everyone[0].chains

@@ -45,14 +45,27 @@ COMBINE_LIMITS: dict[str, float] = {
     "nvfp4_wire": 1 / 6 + 8 * 2**-8,
 }
 
-# operand format -> (of activations, of weights), names of lib/formats.py
-OPERANDS: dict[str, tuple[str, str]] = {
-    "bf16": ("bf16", "bf16"),
-    "fp8": ("fp8", "fp8_block"),
-    "fp8_rowwise": ("fp8_rowwise", "fp8_rowwise"),
-    "mxfp8": ("mxfp8", "mxfp8"),
-    "nvfp4": ("nvfp4", "nvfp4"),
-    "mxfp8_mxfp4": ("mxfp8", "mxfp4"),  # DeepGEMM's mega kernel
+
+class Operands(NamedTuple):
+    """Formats of activations and weights, names of lib/formats.py.
+
+    gate_up_rows: w13's gate and up rows stand in turn, so many at a time, before its scale blocks are cut; 0 = halves.
+    """
+
+    activations: str
+    weights: str
+    gate_up_rows: int = 0
+
+
+OPERANDS: dict[str, Operands] = {
+    "bf16": Operands("bf16", "bf16"),
+    "fp8": Operands("fp8", "fp8_block"),
+    "fp8_interleaved": Operands("fp8", "fp8_block", 8),  # FlashInfer's sm90 pull: a block holds 64 gate and 64 up rows
+    "fp8_rowwise": Operands("fp8_rowwise", "fp8_rowwise"),
+    "mxfp8": Operands("mxfp8", "mxfp8"),
+    "nvfp4": Operands("nvfp4", "nvfp4"),
+    "nvfp4_pow2": Operands("nvfp4_pow2", "nvfp4_pow2"),
+    "mxfp8_mxfp4": Operands("mxfp8", "mxfp4"),  # DeepGEMM's mega kernel
 }
 
 
@@ -82,15 +95,18 @@ class MoeLimits(NamedTuple):
 LIMITS: dict[str, MoeLimits] = {
     "bf16": MoeLimits(0.08, 0.015, 0.15),
     "fp8": MoeLimits(0.35, 0.07, 0.7),
+    "fp8_interleaved": MoeLimits(0.35, 0.07, 0.7),
     "fp8_rowwise": MoeLimits(0.35, 0.07, 0.9),
     "mxfp8": MoeLimits(0.4, 0.1, 1.2),
     "mxfp8_mxfp4": MoeLimits(0.4, 0.1, 1.2),
     "nvfp4": MoeLimits(1.0, 0.27, 1.8),
+    "nvfp4_pow2": MoeLimits(1.0, 0.28, 2.2),
 }
 
 # What a quantised combine wire adds: each expert's contribution goes through it.
 WIRE_LIMITS: dict[str, MoeLimits] = {
     "bf16": MoeLimits(0.0, 0.0, 0.0),
+    "fp8": MoeLimits(0.3, 0.06, 0.6),
     "mxfp8": MoeLimits(0.35, 0.07, 1.0),
     "nvfp4_wire": MoeLimits(1.4, 0.2, 2.2),
 }
@@ -139,16 +155,17 @@ def moe_reference(
     """
     if operand_format and operand_format not in OPERANDS:
         raise ValueError(f"there is no operand format {operand_format!r}: use {', '.join(OPERANDS)}")
-    of_activations, of_weights = OPERANDS.get(operand_format, ("", ""))
-    x = _through(of_activations, x.to(device))
+    operands = OPERANDS.get(operand_format, Operands("", ""))
+    x = _through(operands.activations, x.to(device))
     topk_idx, topk_weights = topk_idx.to(device), topk_weights.to(device).float()
     out = torch.zeros(x.shape, dtype=torch.float32, device=device)
     with _full_fp32():
         for expert in topk_idx[topk_idx >= 0].unique().tolist():
             w13, w2 = weights(expert) if weights else expert_weights(problem, expert, device)
             rows, slots = (topk_idx == expert).nonzero(as_tuple=True)
-            gate, up = (x[rows] @ _through(of_weights, w13.to(device)).T).chunk(2, dim=1)
-            y = (torch.nn.functional.silu(gate) * up) @ _through(of_weights, w2.to(device)).T
+            w13, w2 = through_weights(operands, w13.to(device), w2.to(device))
+            gate, up = (x[rows] @ w13.T).chunk(2, dim=1)
+            y = (torch.nn.functional.silu(gate) * up) @ w2.T
             out.index_add_(0, rows, topk_weights[rows, slots, None] * y)
     return out
 
@@ -201,6 +218,15 @@ def _comparable(out: torch.Tensor, expected: torch.Tensor) -> str:
         if (wrong := ~tensor.isfinite()).any():
             return f"the {name} of token {_first(wrong)} is not finite ({int(wrong.sum())} elements)"
     return ""
+
+
+def through_weights(operands: Operands, w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One expert's w13 [2I, H] and w2 [H, I] through their format and back, float32, in the order they came in."""
+    if not operands.gate_up_rows:
+        return _through(operands.weights, w13), _through(operands.weights, w2)
+    pairs = w13.unflatten(0, (2, -1, operands.gate_up_rows)).transpose(0, 1)  # [I / rows, 2, rows, H]
+    back = _through(operands.weights, pairs.flatten(0, 2)).view(pairs.shape)
+    return back.transpose(0, 1).flatten(0, 2), _through(operands.weights, w2)
 
 
 def _through(fmt: str, x: torch.Tensor) -> torch.Tensor:

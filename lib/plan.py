@@ -27,11 +27,10 @@ HARNESS_COPIES = 12  # [T, H] float32 that check and oracle hold beside the sess
 # Knobs that a row's repro line always names, and those that it names if the user gave them.
 ALWAYS = "WARMUP ITERS ROUTING SEED CHECK_REPEATS L2".split()
 IF_GIVEN = (
-    "ITERS_PER_GRAPH EXCLUDE_QUANT MEGA_KNOBS MEGA_ACC PEAKS TRACE PYTHON COMM_PYTHON FI_PYTHON "
-    "SETUP_TIMEOUT_S TIMEOUT_S"
+    "ITERS_PER_GRAPH EXCLUDE_QUANT MEGA_ACC PEAKS TRACE PYTHON COMM_PYTHON FI_PYTHON SETUP_TIMEOUT_S TIMEOUT_S"
 ).split()
 # What makes two cases of one shape different measurements, beside shape, variant and timing.
-MEASURING = "warmup iters iters_per_graph l2 check_repeats mega_acc exclude_quant mega_knobs trace peaks".split()
+MEASURING = "warmup iters iters_per_graph l2 check_repeats mega_acc exclude_quant trace peaks".split()
 
 
 @dataclass(frozen=True)

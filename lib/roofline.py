@@ -24,10 +24,12 @@ BF16_BYTES = 2
 WEIGHT_BYTES = {
     "bf16": 2.0,
     "fp8": 1 + 4 / 128**2,
+    "fp8_interleaved": 1 + 4 / 128**2,
     "fp8_rowwise": 1.0,
     "mxfp8": 1 + 1 / 32,
     "mxfp8_mxfp4": 1 / 2 + 1 / 32,
     "nvfp4": 1 / 2 + 1 / 16,
+    "nvfp4_pow2": 1 / 2 + 1 / 16,
 }
 MATH_OF = {"bf16": "bf16"}  # number format -> which matmul peak bounds it; every other format multiplies in 8 bits here
 FLOPS_PER_WEIGHT = 2

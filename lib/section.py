@@ -219,6 +219,7 @@ class Run:
             "task": "cases",
             "peaks": self.peaks,
             "eager": self.eager,
+            "stamp": self.stamp,
         }
         wanted = backend.env(first.variant, first.problem.at(capacity), knobs)
         request = self._request(message, wanted)
@@ -227,6 +228,10 @@ class Run:
         def on_result(index: int, result: dict[str, Any]) -> None:
             columns = result["columns"] | (self.monitor.columns() if result["status"] == "ok" else {})
             self.write(cases[index], result["status"], result["reason"], columns, result["samples"])
+            for note in result.get("notes", ()):
+                self.note(note)
+            if facts := result["samples"].get("facts"):
+                self.log(f"{label(cases[index])}: {json.dumps(facts)}")
 
         def on_phase(index: int, phase: str) -> None:
             self.progress.phase(label(cases[index]), phase)
@@ -241,7 +246,7 @@ class Run:
     def _release_followers(self) -> None:
         """Joined ranks wait for cases from rank 0: with nothing to run they are told so, and leave."""
         nothing = {"task": "cases", "module": self.section.module, "knobs": pack_knobs(self.knobs), "cases": []}
-        request = self._request(nothing | {"capacity": 0, "peaks": None, "eager": {}}, {})
+        request = self._request(nothing | {"capacity": 0, "peaks": None, "eager": {}, "stamp": self.stamp}, {})
         WorkerGroup(request, Events(lambda *_: None, lambda *_: None, self.note)).run()
 
     def _request(self, message: dict[str, Any], wanted: dict[str, str]) -> Request:

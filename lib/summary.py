@@ -18,6 +18,8 @@ FIGURES = (
     ("dispatch", "dispatch_us", 1),
     ("experts", "experts_us", 1),
     ("combine", "combine_us", 1),
+    ("stage", "stage_us", 1),
+    ("forward", "forward_us", 1),
     ("wire GB/s", "dispatch_wire_gbps", 2),
     ("% of light", "sol_pct", 1),
     ("acc loss %", "acc_loss_pct", 2),
@@ -45,11 +47,25 @@ def header(rows: list[Row], peaks: str) -> str:
 
 
 def row_cells(row: Row, labels: list[str], figures: list[tuple[str, str, int]]) -> list[str]:
-    """A row that has a reason shows it where its figures would stand."""
+    """A row without figures shows its reason where they would stand."""
     named = [row[name] for name in labels] + [row["status"]]
-    if reason := row["reason"]:
-        return [*named, reason if len(reason) <= REASON_CHARACTERS else reason[: REASON_CHARACTERS - 1] + "…"]
+    if row["status"] != "ok":
+        return [*named, shortened(row["reason"])]
     return [*named, *(figure(row[name], digits) for _, name, digits in figures), row["check"]]
+
+
+def shortened(reason: str) -> str:
+    return reason if len(reason) <= REASON_CHARACTERS else reason[: REASON_CHARACTERS - 1] + "…"
+
+
+def remark_lines(rows: list[Row]) -> list[str]:
+    """What ok rows have to say beside their figures, each sentence once with the variants that say it."""
+    said: dict[str, list[str]] = {}
+    for row in rows:
+        if row["status"] == "ok" and row["reason"]:
+            variants = said.setdefault(row["reason"], [])
+            variants += [row["variant"]] if row["variant"] not in variants else []
+    return [f"  {', '.join(variants)}: {shortened(reason)}" for reason, variants in said.items()]
 
 
 def figure(text: str, digits: int) -> str:
@@ -87,7 +103,7 @@ def summary(path: Path) -> list[str]:
     notice = ["(a torn last line was left out)"] if torn else []
     rows.sort(key=lambda row: STATUSES.index(row["status"]))  # what ran comes first; the file keeps the plan's order
     peaks = peaks_text(path.with_name(f"peaks_{rows[0]['stamp']}.json"))
-    return [header(rows, peaks), *table_lines(rows), f"rows: {path}   {told}", *notice]
+    return [header(rows, peaks), *table_lines(rows), *remark_lines(rows), f"rows: {path}   {told}", *notice]
 
 
 def main(paths: list[str]) -> int:

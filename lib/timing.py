@@ -33,7 +33,9 @@ class Samples:
     gaps: list[float] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
     blocked: list[float] = field(default_factory=list)  # host time inside phases that block the host
+    alone: dict[str, list[float]] = field(default_factory=dict)  # repeatable phases, each in a series of its own
     chains: int = 1
+    backlog: list[float] = field(default_factory=list)  # device time left when the host had enqueued a chain
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,10 @@ def leading_phases(session: Session) -> list[Phase]:
 def main_phases(session: Session) -> list[Phase]:
     """All phases from the first timed one on."""
     return session.phases[len(leading_phases(session)) :]
+
+
+def repeatable_phases(session: Session) -> list[Phase]:
+    return [phase for phase in session.phases if phase.timed and phase.repeatable]
 
 
 def run_phases(session: Session) -> tuple[dict[str, float], float, float]:
@@ -133,6 +139,14 @@ def e2e(session: Session, tools: HostTools, plan: Plan, between_series: BetweenS
                 samples.arrivals.append(_us(start, arrived[0]))
     finally:
         del session.mark_arrival
+    for phase in repeatable_phases(session):
+        spans = []
+        for _ in range(plan.warmup + plan.iters):
+            tools.rendezvous()
+            start = now()
+            phase.fn()
+            spans.append(_us(start, now()))
+        samples.alone[phase.name] = spans[plan.warmup :]
     return samples
 
 
@@ -165,6 +179,13 @@ def e2e_pipelined(session: Session, tools: HostTools, plan: Plan, between_series
             samples.phases[name].append(duration)
         samples.gaps.append(gap)
         samples.phase_total.append(span)
+    for phase in repeatable_phases(session):
+        tools.rendezvous()
+        stamps = [now()]
+        for _ in range(calls):
+            phase.fn()
+            stamps.append(now())
+        samples.alone[phase.name] = [_us(start, end) for start, end in pairwise(stamps)][PIPELINED_DROPPED:]
     return samples
 
 

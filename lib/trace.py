@@ -12,7 +12,7 @@ import gzip
 import zlib
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,6 +25,8 @@ MAX_BYTES = 200_000_000  # of JSON text, read without a word; more needs max_byt
 MATCH_BLOCK = 1 << 16  # events turned into Python objects at once while pairing
 BEGIN, END, COMPLETE, INSTANT = 0, 1, 2, 3
 PHASE_CODES = {"B": BEGIN, "E": END, "X": COMPLETE, "i": INSTANT, "I": INSTANT, "R": INSTANT}
+PHASE_CATEGORY = "phase"  # of a session's phases in the traces that lib/trace_write.py writes
+BARRIER = "barrier"  # what those of several ranks are lined up on
 NAMELESS = -1  # an E event needs no name: it closes what its thread opened last
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -61,6 +63,7 @@ class Trace:
     unmatched_begins: int
     unmatched_ends: int
     malformed: int  # not an object, or a span without a usable ts, dur or name
+    about: dict[str, Any] = field(default_factory=dict)  # otherData: what the writer says of the trace
 
     @property
     def complaint(self) -> str:
@@ -80,12 +83,12 @@ def read_trace(
     Raises TraceTooLarge above max_bytes of JSON text, TraceError if the file can't be read, is no trace, is cut off, or
     holds no event at all. A trace whose events are all left out has n = 0.
     """
-    columns = _Columns(keep, window_us)
+    columns, about = _Columns(keep, window_us), dict[str, Any]()
     try:
         if max_bytes is not None and path.suffix != ".gz" and path.stat().st_size > max_bytes:
             raise TraceTooLarge(f"{path} is {path.stat().st_size / 1e6:.0f} MB, above {max_bytes / 1e6:.0f} MB")
         with _open(path) as stream:
-            for batch in _event_batches(JsonPieces(stream, max_bytes), path):
+            for batch in _event_batches(JsonPieces(stream, max_bytes), path, about):
                 columns.take(batch)
     except NotJson as error:
         at = f" in or after event {columns.events}" if columns.events else ""
@@ -98,7 +101,7 @@ def read_trace(
         raise TraceError(f"{path} can't be read: {error.strerror or error}") from error
     if not columns.events:
         raise TraceError(f"{path} holds no events: traceEvents is empty")
-    return columns.trace(path)
+    return columns.trace(path, about)
 
 
 def _open(path: Path) -> IO[str]:
@@ -107,8 +110,11 @@ def _open(path: Path) -> IO[str]:
     return path.open(encoding="utf-8-sig", errors="replace")
 
 
-def _event_batches(pieces: JsonPieces, path: Path) -> Iterator[list[Any]]:
-    """The items of traceEvents, or of a list at the top. Reads to the end, so that a cut-off file is never accepted."""
+def _event_batches(pieces: JsonPieces, path: Path, about: dict[str, Any]) -> Iterator[list[Any]]:
+    """The items of traceEvents, or of a list at the top; otherData goes into `about`.
+
+    Reads to the end, so that a cut-off file is never accepted.
+    """
     first = pieces.peek()
     if first == "[":
         yield from pieces.batches()
@@ -122,8 +128,8 @@ def _event_batches(pieces: JsonPieces, path: Path) -> Iterator[list[Any]]:
         if key == "traceEvents" and pieces.peek() == "[":
             found = True
             yield from pieces.batches()
-        else:
-            pieces.value()
+        elif isinstance(value := pieces.value(), dict) and key == "otherData":
+            about.update(value)
     if not found:
         raise TraceError(f"{path} is JSON but no trace: it has no list named traceEvents")
 
@@ -187,7 +193,7 @@ class _Columns:
         self.names[name] = len(self.names)
         return self.names[name]
 
-    def trace(self, path: Path) -> Trace:
+    def trace(self, path: Path, about: dict[str, Any]) -> Trace:
         phase = np.frombuffer(self.phase, np.uint8)
         name, category, thread = (np.array(c, np.int64) for c in (self.name, self.category, self.thread))
         ts, duration = np.array(self.ts), np.array(self.duration)
@@ -215,6 +221,7 @@ class _Columns:
             unmatched_begins,
             unmatched_ends,
             self.malformed,
+            about,
         )
 
 

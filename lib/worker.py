@@ -111,7 +111,7 @@ def run_cases(message: dict[str, Any], group: Group, link: Link) -> None:
     from lib.measure import Bench, measure_case
 
     knobs = unpack_knobs(message["knobs"])
-    bench = Bench.make(group, knobs, message["peaks"])
+    bench = Bench.make(group, knobs, message["peaks"], message["stamp"])
     section = importlib.import_module(message["module"]).SECTION
     engine: Engine | None = None
     opened: Any = None

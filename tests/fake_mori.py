@@ -13,18 +13,18 @@ import os
 import sys
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from tests.fake_gather import gather, guarded_end
-from tests.recorded import enforced, function, structure, told
+from tests.recorded import _told, enforced, recorded_dataclass, recorded_function
 
-OPS, SHMEM, PROFILER = (f"mori_{part}_624002c8.json" for part in ("ops", "shmem", "profiler"))
+RECORD = "mori_624002c8.json"
 FAULTS = ("corrupt_row", "swap_rows", "sum_twice")  # what `EpDispatchCombineOp.fault` may be, beside ""
-CONFIG = structure(OPS, "EpDispatchCombineConfig")
+CONFIG = recorded_dataclass(RECORD, "EpDispatchCombineConfig")
 GIB = 1 << 30
 
 
@@ -64,13 +64,13 @@ def heap_bytes(config: Any) -> int:
     return sum(sizes.values())
 
 
-@enforced(OPS, {"calls", "fault"}, "EpDispatchCombineOp")
+@enforced(RECORD, {"calls", "fault"}, "EpDispatchCombineOp")
 class EpDispatchCombineOp:
     calls: ClassVar[list[tuple[str, dict[str, Any]]]] = []
     fault: ClassVar[str] = ""  # of rank 1
 
     def __init__(self, config: Any) -> None:
-        EpDispatchCombineOp.calls.append(("config", {name: told(value) for name, value in vars(config).items()}))
+        EpDispatchCombineOp.calls.append(("config", {name: _told(value) for name, value in vars(config).items()}))
         assert _shmem, "shmem is not initialised"
         self._config, self._group, self._kind = config, _shmem[0], config.kernel_type.name
         a_node, world = config.gpu_per_node, config.world_size
@@ -219,6 +219,18 @@ def _garbage(*shape: int) -> torch.Tensor:
     return tensor
 
 
+def _behind(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
+    """`made` behind the signature of a recorded function."""
+    signature = recorded_function(RECORD, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return made(*bound.args, **bound.kwargs)
+
+    return call
+
+
 def _init(group_name: str) -> int:
     assert not _shmem, "initialised twice"
     _shmem.append(torch._C._distributed_c10d._resolve_process_group(group_name))  # type: ignore[arg-type]
@@ -250,9 +262,9 @@ def installed() -> Iterator[type[EpDispatchCombineOp]]:
     ops, shmem = modules["mori.ops"], modules["mori.shmem"]
     ops.EpDispatchCombineOp, ops.EpDispatchCombineConfig = EpDispatchCombineOp, CONFIG
     ops.EpDispatchCombineKernelType = EpDispatchCombineKernelType
-    shmem.shmem_torch_process_group_init = function(SHMEM, "shmem_torch_process_group_init", _init)
-    shmem.shmem_finalize = function(SHMEM, "shmem_finalize", _finalize)
-    modules["mori.kernel_profiler"].export_to_perfetto = function(PROFILER, "export_to_perfetto", _export)
+    shmem.shmem_torch_process_group_init = _behind("shmem_torch_process_group_init", _init)
+    shmem.shmem_finalize = _behind("shmem_finalize", _finalize)
+    modules["mori.kernel_profiler"].export_to_perfetto = _behind("export_to_perfetto", _export)
     EpDispatchCombineOp.calls.clear()
     EpDispatchCombineOp.fault = ""
     before = {name: sys.modules.get(name) for name in names}

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from lib.formats import quantize
 from tests.fake_gather import gather, guarded_end
-from tests.recorded import enforced, structure, told
+from tests.recorded import _told, enforced, recorded_dataclass
 
-TYPES = "mscclpp_types_3d02152b.json"
+RECORD = "mscclpp_3d02152b.json"
 FAULTS = ("corrupt_row", "swap_rows", "skip_weights", "other_bits")  # what `MoECommunicator.fault` may be, beside ""
 LL_DISPATCH_HIDDEN = (2048, 4096, 4352, 6656, 7168, 8192, 8704, 9216)  # dispatch/common.cuh
 MAX_BLOCKS, CONTROL_BLOCKS = 130, 2  # include/kernels.hpp
@@ -51,17 +51,17 @@ class DispatchDataType(enum.Enum):
     FP8_E4M3 = 1
 
 
-_config = structure(TYPES, "MoECommunicatorConfig")
-_output = structure(TYPES, "DispatchOutput")
-_handle = structure(TYPES, "DispatchHandle")
-_layout = structure(TYPES, "DispatchLayoutInfo")
-_expert_major_context = structure(TYPES, "_ExpertMajorCombineContext")
-QuantConfig = structure(TYPES, "QuantConfig")
+_config = recorded_dataclass(RECORD, "MoECommunicatorConfig")
+_output = recorded_dataclass(RECORD, "DispatchOutput")
+_handle = recorded_dataclass(RECORD, "DispatchHandle")
+_layout = recorded_dataclass(RECORD, "DispatchLayoutInfo")
+_expert_major_context = recorded_dataclass(RECORD, "_ExpertMajorCombineContext")
+QuantConfig = recorded_dataclass(RECORD, "QuantConfig")
 
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-@enforced("mscclpp_comm_group_3d02152b.json", attributes={"calls"})
+@enforced(RECORD, {"calls"}, "CommGroup")
 class CommGroup:
     calls: ClassVar[list[Any]] = []
 
@@ -71,7 +71,7 @@ class CommGroup:
         self._group, self._rank, self._size = torch_group, torch_group.rank(), torch_group.size()
 
 
-@enforced("mscclpp_communicator_3d02152b.json", attributes={"calls", "fault"})
+@enforced(RECORD, {"calls", "fault"}, "MoECommunicator")
 class MoECommunicator:
     calls: ClassVar[list[tuple[str, dict[str, Any]]]] = []
     fault: ClassVar[str] = ""  # of rank 1
@@ -80,7 +80,7 @@ class MoECommunicator:
         kwargs = more["kwargs"]
         assert config is None or not kwargs, "Pass either MoECommunicatorConfig or keyword arguments, not both"
         made = _config(**kwargs) if config is None else config
-        MoECommunicator.calls.append(("config", {name: told(value) for name, value in kwargs.items()}))
+        MoECommunicator.calls.append(("config", {name: _told(value) for name, value in kwargs.items()}))
         assert isinstance(made.mode, MoEMode), "MoECommunicatorConfig.mode must be a MoEMode"
         assert min(made.num_experts, made.hidden_size, made.topk, made.max_tokens_per_rank) > 0, "must be positive"
         assert made.output_layout is None or isinstance(made.output_layout, DispatchLayout)

@@ -17,6 +17,7 @@ from lib import guard
 from lib.contract import Group, Variant
 from lib.problem import Inputs, Problem
 from tests import fake_faults as faults
+from tests import fake_profiler as profiler
 from tests import fake_teeth as teeth
 from tests.fake_session import FakeSession, folder
 
@@ -85,6 +86,7 @@ FAULTS = [
     Fake("hangs_in_open", opening=faults.hang_in_open),
     Fake("isolated", isolation="point"),
     Fake("of_another_family", family="another"),
+    Fake("profiled", at={1: profiler.HasAProfiler, 2: profiler.HasABrokenProfiler, 3: profiler.BuiltWithoutProfiler}),
 ]
 FAKES = {fake.name: fake for fake in [*FAULTS, *(Fake(name, always=session) for name, session in TEETH.items())]}
 

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -147,6 +148,8 @@ def main() -> None:
                 columns = result["columns"]
                 words |= {"status": result["status"], "reason": result["reason"], "timing": columns.get("timing", "")}
                 words |= {"graph": columns.get("graph", ""), "kernel_us": str(columns.get("kernel_us", ""))}
+                traces = result["samples"].get("trace", {}).get("files", [])
+                words["traces"] = " ".join(str(Path(knobs.out_dir) / name) for name in traces)
             except Exception as error:  # noqa: BLE001 - what a section would report
                 words |= {"status": type(error).__name__, "reason": str(error), "timing": "", "graph": ""}
             if rank == 0:

@@ -8,19 +8,10 @@ from lib.machine import Gpu, Machine
 from lib.rocm import NO_COMPUTE_CAPABILITY, AmdGpu
 
 GB = 10**9
-PACKAGES = (
-    "torch",
-    "numpy",
-    "vllm",
-    "deep_ep",
-    "deep_gemm",
-    "flashinfer",
-    "cutlass",
-    "nccl.ep",
-    "mscclpp",
-    "mori",
-    "cupy",
+PACKAGES = tuple(
+    "torch numpy vllm deep_ep deep_gemm flashinfer flashinfer.moe_ep cutlass nvshmem nccl.ep mscclpp mori cupy".split()
 )
+VERSIONS = {"flashinfer-python": "0.6.18.post1", "nvidia-cutlass-dsl": "4.6.1"}
 
 
 def machine(
@@ -35,7 +26,7 @@ def machine(
     free = int(free_gb * GB)
     found = tuple(Gpu(index, name, f"GPU-{index:04d}-aaaa", sm, free, free, "580.95") for index in range(gpus))
     modules = {package: package in installed or package in ("torch", "numpy") for package in PACKAGES}
-    return Machine(found, "Some CPU", 8, int(host_gb * GB), int(host_gb * GB), modules=modules)
+    return Machine(found, "Some CPU", 8, int(host_gb * GB), int(host_gb * GB), modules=modules, versions=VERSIONS)
 
 
 def mi300(gpus: int, *installed: str, free_gb: float = 190) -> Machine:

@@ -6,36 +6,54 @@ A record is made by tools/record_signatures.py from the wheel that an adapter wa
 from __future__ import annotations
 
 import ast
-import enum
+import dataclasses
 import inspect
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 SIGNATURES = Path(__file__).resolve().parent / "signatures"
 Class = TypeVar("Class", bound=type)
 
 
-def record_of(file: str, cls: str = "") -> dict[str, Any]:
-    """The record of a file's only class, or of one of several."""
+@cache
+def _part(file: str, name: str) -> dict[str, Any]:
+    """A record, or the part of it that is the class or function `name`."""
     record: dict[str, Any] = json.loads((SIGNATURES / file).read_text())
-    return record["classes"][cls] if cls else record
+    if not name:
+        return record
+    return next(part for part in record["parts"] if name in (part.get("class"), part.get("function")))
 
 
-def recorded(file: str, cls: str = "") -> dict[str, tuple[inspect.Signature, bool]]:
+def recorded(file: str, part: str = "") -> dict[str, tuple[inspect.Signature, bool]]:
     """Each method of a record: the signature to bind a call with (without self), and whether it is static."""
-    methods = record_of(file, cls)["methods"]
+    methods = _part(file, part)["methods"]
     return {name: (_signature(told["parameters"]), told["static"]) for name, told in methods.items()}
 
 
-def recorded_enum(file: str, cls: str) -> Any:
-    """An IntEnum with the recorded members."""
-    return enum.IntEnum(cls, record_of(file, cls)["members"])
+def recorded_function(file: str, name: str) -> inspect.Signature:
+    return _signature(_part(file, name)["parameters"])
 
 
-def enforced(file: str, attributes: set[str], recorded_class: str = "") -> Callable[[Class], Class]:
+def recorded_module(file: str, name: str) -> str:
+    return str(_part(file, name)["module"])
+
+
+def recorded_dataclass(file: str, name: str) -> type:
+    """A dataclass of the recorded fields and defaults."""
+    made: list[Any] = []
+    for parameter in recorded(file, name)["__init__"][0].parameters.values():
+        only = parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        if parameter.default is inspect.Parameter.empty:
+            made.append((parameter.name, Any, dataclasses.field(kw_only=only)))
+        else:
+            made.append((parameter.name, Any, dataclasses.field(default=parameter.default, kw_only=only)))
+    return dataclasses.make_dataclass(name, made)
+
+
+def enforced(file: str, attributes: set[str], part: str = "") -> Callable[[Class], Class]:
     """Class decorator: each method binds its call to the record first (TypeError), and notes it in `cls.calls`.
 
     A recorded method that the fake lacks raises NotImplementedError; a public name that the record lacks, other than
@@ -43,9 +61,8 @@ def enforced(file: str, attributes: set[str], recorded_class: str = "") -> Calla
     """
 
     def decorate(cls: Class) -> Class:
-        methods = recorded(file, recorded_class)
-        known = set(methods) | set(record_of(file, recorded_class).get("properties", ())) | attributes
-        surplus = {name for name in vars(cls) if not name.startswith("_")} - known
+        methods = recorded(file, part)
+        surplus = {name for name in vars(cls) if not name.startswith("_")} - set(methods) - attributes
         assert not surplus, f"the recorded class has no {surplus}"
         for name, (signature, static) in methods.items():
             made = vars(cls).get(name)
@@ -58,32 +75,8 @@ def enforced(file: str, attributes: set[str], recorded_class: str = "") -> Calla
     return decorate
 
 
-def structure(file: str, cls: str) -> Callable[..., SimpleNamespace]:
-    """Makes what a recorded dataclass would hold: its fields and no others."""
-    signature, _ = recorded(file, cls)["__init__"]
-
-    def make(*args: Any, **kwargs: Any) -> SimpleNamespace:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return SimpleNamespace(**bound.arguments)
-
-    return make
-
-
-def function(file: str, name: str, made: Callable[..., Any]) -> Callable[..., Any]:
-    """`made` behind the signature of a recorded function."""
-    signature, _ = recorded(file, name if "classes" in record_of(file) else "")[name]
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return made(*bound.args, **bound.kwargs)
-
-    return call
-
-
 def _signature(parameters: list[dict[str, str]]) -> inspect.Signature:
-    """A default that is no literal stands as its text: no fake may look at it."""
+    """A default that is no literal, such as a member of an enum, stands here as its text."""
     made = []
     for told in parameters:
         default: Any = inspect.Parameter.empty
@@ -100,7 +93,7 @@ def _bound(cls: Any, name: str, made: Any, signature: inspect.Signature, static:
     def call(*args: Any, **kwargs: Any) -> Any:
         own, rest = ((), args) if static else (args[:1], args[1:])
         bound = signature.bind(*rest, **kwargs)
-        cls.calls.append((name, {key: told(value) for key, value in bound.arguments.items()}))
+        cls.calls.append((name, {key: _told(value) for key, value in bound.arguments.items()}))
         if made is None:
             raise NotImplementedError(f"the fake has no {name}")
         bound.apply_defaults()
@@ -109,10 +102,10 @@ def _bound(cls: Any, name: str, made: Any, signature: inspect.Signature, static:
     return call
 
 
-def told(value: Any) -> Any:
+def _told(value: Any) -> Any:
     """An argument as a list of calls keeps it: a tensor there would keep a dispatch's result alive."""
     if isinstance(value, tuple):
-        return tuple(map(told, value))
+        return tuple(map(_told, value))
     if hasattr(value, "shape"):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return value if isinstance(value, int | str | None) else repr(value)

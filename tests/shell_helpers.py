@@ -52,6 +52,11 @@ if get("MOE_EP_STAMP"):
 os.kill(os.getpid(), -status) if status < 0 else sys.exit(status)
 """
 SUMMARY = "import os, sys\nprint('table', *(os.path.basename(path) for path in sys.argv[1:]))\n"
+REPORT = """
+import os, sys
+print("page", *(os.path.basename(path) for path in sys.argv[2:]))
+sys.exit(int(os.environ.get("STATUS_report", "0")))
+"""
 
 # Answers the probe as told, and is otherwise the real interpreter. `-m venv` makes an interpreter of the same kind,
 # whose modules come with `-m pip`.
@@ -81,7 +86,7 @@ class Clone:
         self.bin = folder / "bin dir"
         self.calls = folder / "pip calls"
         self.results = folder / "out dir"
-        for name in ("lib", "bench", ".ci"):
+        for name in ("lib", "bench", "tools", ".ci"):
             (self.root / name).mkdir(parents=True)
         self.bin.mkdir()
         for script in SCRIPTS:
@@ -89,6 +94,7 @@ class Clone:
         (self.root / "requirements.txt").write_text("torch==9\n")
         (self.root / "lib/knobs.py").write_text(KNOBS)
         (self.root / "lib/summary.py").write_text(SUMMARY)
+        (self.root / "tools/report.py").write_text(REPORT)
         for name in ("ref", "split", "vllm_mega", "fi_mega", "comm"):
             (self.root / f"bench/{name}.py").write_text(SECTION)
 

@@ -226,7 +226,7 @@ def test_our_own_traces_are_cut_at_their_iteration_marks(tmp_path: Path, mark: s
     assert lanes(analysis) == {
         "dispatch": "serial",
         "combine": "serial",
-        "void deep::intranode::dispatch<8>(int*)": "intranode",
+        "void deep::intranode::dispatch<8>(int*)": "stream 7",
         "gemm": "stream 8",
     }
     assert analysis.concurrent_us.tolist() == [12, 12, 12]

@@ -92,15 +92,6 @@ def test_the_comm_column_names_the_library_alone() -> None:
     assert found == {"deepep_v2", "nccl_ep", "flashinfer"}
 
 
-def test_a_suffix_stands_in_the_variant_and_in_the_kernel_of_those_that_have_the_option() -> None:
-    knobs = parsed(BLACKWELL, SECTION="fi_mega", MEGA_IKR="1")
-    made = {variant.name: variant.compute_kernel for _, variant in planned(fi_mega.SECTION, knobs)}
-    assert made == {name: name for name in ("deep_gemm_mega", "mxfp8_cutedsl+ikr", "nvfp4_cutedsl+ikr")}
-    knobs = parsed(BLACKWELL, SECTION="fi_mega", MEGA_COMBINE_DTYPE="mxfp8")
-    wires = {variant.name: variant.combine_dtype for _, variant in planned(fi_mega.SECTION, knobs)}
-    assert wires == {"deep_gemm_mega": "bf16", "mxfp8_cutedsl": "bf16", "nvfp4_cutedsl+combine_mxfp8": "mxfp8"}
-
-
 # -- verdicts
 
 
@@ -129,16 +120,6 @@ def test_only_what_is_not_installed_is_named() -> None:
     found = verdicts(split.SECTION, h200_pair("vllm"), HOPPER, GPUS="2")
     reason = f"{NO_ADAPTER}; not installed: DeepEP (https://github.com/deepseek-ai/DeepEP)"
     assert found["deepep_ht+deepgemm"] == ("unsupported", reason)
-
-
-def test_mega_kernels_are_of_one_generation() -> None:
-    hopper = verdicts(fi_mega.SECTION, h200_pair(*PACKAGES), HOPPER, GPUS="2")
-    assert hopper["sm90_push_fp8"] == ("unsupported", NO_ADAPTER)
-    assert hopper["mxfp8_cutedsl"] == ("unsupported", f"{NO_ADAPTER}; needs sm_10x, this is sm_90")
-    everything = "deep_gemm_mega sm90_push_fp8 sm90_pull_fp8"
-    blackwell = verdicts(fi_mega.SECTION, b200_quad(*PACKAGES), BLACKWELL, MEGA_LIST=everything)
-    assert blackwell["deep_gemm_mega"] == ("unsupported", NO_ADAPTER)
-    assert blackwell["sm90_pull_fp8"] == ("unsupported", f"{NO_ADAPTER}; needs sm_9x, this is sm_100")
 
 
 def test_a_newer_gpu_than_the_oldest_that_will_do_is_good_enough() -> None:

@@ -62,6 +62,18 @@ USAGE = [
     ("run.sh", {"EXPERTS_LIST": "deepgem"}, ("EXPERTS_LIST=deepgem", "deepgemm")),
     ("run.sh", {"COMM_LIST": "deepp"}, ("COMM_LIST=deepp", "deepep")),
     ("run.sh", {"MEGA_LIST": "foo"}, ("MEGA_LIST=foo",)),
+    ("run.sh", {"SECTION": "fi_mega", "MEGA_KNOBS": '{"flag_bach": 4}'}, ("flag_bach", "did you mean flag_batch?")),
+    (
+        "run.sh",
+        {"SECTION": "fi_mega", "MEGA_KNOBS": "auto", "MEGA_LIST": "sm90_push_fp8"},
+        ("MEGA_KNOBS=auto", "has it"),
+    ),
+    ("run.sh", {"SECTION": "fi_mega", "MEGA_IKR": "1", "MEGA_LIST": "deep_gemm_mega"}, ("MEGA_IKR=1", "has it")),
+    (
+        "run.sh",
+        {"SECTION": "fi_mega", "MEGA_COMBINE_DTYPE": "nvfp4", "MEGA_LIST": "mxfp8_cutedsl"},
+        ("MEGA_COMBINE_DTYPE=nvfp4", "add nvfp4_cutedsl"),
+    ),
     ("run.sh", {"ROUTING": "gauss"}, ("ROUTING=gauss", "uniform")),
     ("run.sh", {"L2": "hot"}, ("L2=hot", "cold")),
     ("run.sh", {"L2": "cold", "TIMING": "graph"}, ("L2=cold", "TIMING=graph")),

@@ -121,6 +121,7 @@ def test_a_pipelined_chain_drops_its_first_periods_and_has_no_mark_inside(device
     assert samples.chains == PIPELINED_CHAINS
     assert samples.total == pytest.approx([50.0] * PIPELINED_CHAINS * (64 - PIPELINED_DROPPED))
     assert len(samples.host) == len(samples.total)
+    assert len(samples.backlog) == PIPELINED_CHAINS
     assert len(samples.phases["dispatch"]) == 64 - PIPELINED_DROPPED
     assert device.met == PIPELINED_CHAINS + 1
     assert session.calls == PLAN.warmup + PIPELINED_CHAINS * 64
@@ -142,6 +143,72 @@ def test_a_bare_kernel_is_timed_behind_a_delay(device: Device) -> None:
     samples, _, _ = measured("kernel", device)
     assert samples.total == pytest.approx([7.0] * 5)
     assert device.slept == PLAN.warmup + PLAN.iters
+
+
+class Fused(Fake):
+    """stage 10 us, then a forward of 40 us that may run again without it; no bare kernel but a graph of a call."""
+
+    replayed_kernel = True
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self.order: list[str] = []
+        self.phases = [
+            Phase("stage", lambda: self.spent("stage", 10)),
+            Phase("forward", lambda: self.spent("forward", 40), repeatable=True),
+        ]
+
+    def spent(self, name: str, us: float) -> None:
+        self.order.append(name)
+        self.device.spend(us)
+
+    def call(self) -> None:
+        self.spent("call", 50)
+
+    def bare_kernel(self) -> None:  # type: ignore[override]
+        return None
+
+
+@pytest.mark.parametrize(("method", "count"), [("e2e", 5), ("e2e_pipelined", 64 - PIPELINED_DROPPED)])
+def test_a_repeatable_phase_has_a_series_in_which_nothing_else_runs(device: Device, method: str, count: int) -> None:
+    session = Fused(device)
+    samples = device_timing.METHODS[method](session, tools_of(device), PLAN, lambda replay: None)
+    assert samples.alone == {"forward": pytest.approx([40.0] * count)}
+    assert samples.phases["stage"][0] == pytest.approx(10.0)
+    tail = session.order[-(count + PLAN.warmup) :]
+    assert set(tail) == {"forward"}
+
+
+def test_a_replayed_call_stands_in_for_a_kernel_and_the_check_gets_its_replay(device: Device) -> None:
+    session, looked = Fused(device), list[Any]()
+    samples = device_timing.METHODS["kernel"](session, tools_of(device), PLAN, looked.append)
+    assert samples.total == pytest.approx([50.0] * 5)
+    assert session.poisoned == 1, "what the eager calls before the capture left is gone"
+    before = len(session.order)
+    looked[0]()
+    assert session.order[before:] == ["call"]
+
+
+def test_a_bare_kernel_leaves_an_output_after_the_check_has_poisoned_it(device: Device) -> None:
+    launches = list[str]()
+    session = Fake(device)
+    session.bare_kernel = lambda: lambda: launches.append("launch")  # type: ignore[method-assign,return-value]
+    device_timing.METHODS["kernel"](session, tools_of(device), PLAN, lambda replay: launches.append("check"))
+    assert launches[-2:] == ["check", "launch"]
+
+
+def test_the_l2_is_written_over_between_bare_launches_where_the_library_does_so(device: Device) -> None:
+    flushes = list[int]()
+    tools = tools_of(device)
+    tools.make_flush = lambda: lambda: flushes.append(1)
+    device_timing.METHODS["kernel"](Fake(device), tools, PLAN, lambda replay: None)
+    assert flushes == []
+    session = Fake(device)
+    session.cold_kernel = True
+    device_timing.METHODS["kernel"](session, tools, PLAN, lambda replay: None)
+    assert len(flushes) == PLAN.warmup + PLAN.iters
+    device_timing.METHODS["e2e"](session, tools, PLAN, lambda replay: None)
+    assert len(flushes) == PLAN.warmup + PLAN.iters, "the other methods keep to L2=warm"
 
 
 def test_a_cold_start_writes_the_l2_over_before_the_ranks_meet(device: Device) -> None:

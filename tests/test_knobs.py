@@ -120,7 +120,7 @@ def test_canonical_text_parses_to_the_same_knobs(tmp_path: Path) -> None:
         "CUDA_VISIBLE_DEVICES": "3,1,0,2",
         "SEQ_LENS": "8,16 8",
         "ROUTING": "zipf:1.20,mask=0.10,empty=3",
-        "MEGA_KNOBS": '{"flag_batch": 4, "name": "a b"}',
+        "MEGA_KNOBS": '{"flag_batch": 4, "token_back_mode": "epi_warps"}',
         "MEGA_IKR": "1",
         "TIMING": "kernel,e2e",
         "L2": "cold",

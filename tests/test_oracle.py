@@ -90,7 +90,7 @@ def layer(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @lru_cache(maxsize=256)
 def operand_weights(problem: Problem, expert: int, fmt: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     w13, w2 = expert_weights(problem, expert, device)
-    return formats.roundtrip(oracle.OPERANDS[fmt][1], w13), formats.roundtrip(oracle.OPERANDS[fmt][1], w2)
+    return oracle.through_weights(oracle.OPERANDS[fmt], w13, w2)
 
 
 @lru_cache(maxsize=32)
@@ -99,10 +99,17 @@ def reference_of(problem: Problem, fmt: str) -> torch.Tensor:
 
 
 def simulated_kernel(
-    problem: Problem, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, fmt: str, wire: str = "bf16"
+    problem: Problem,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    fmt: str,
+    wire: str = "bf16",
+    grouped: bool = False,
 ) -> torch.Tensor:
     """What a correct kernel does in `fmt`: bf16 after each GEMM and after the activation, the intermediate quantised
-    again, each expert's contribution on the combine wire, partial sums of each rank in bf16, bf16 out."""
+    again, each expert's contribution (grouped: each rank's partial sum) on the combine wire, partial sums of each rank
+    in bf16, bf16 out."""
     of_activations = oracle.OPERANDS[fmt][0]
     operand = formats.roundtrip(of_activations, x)
     partial = torch.zeros(problem.world, *x.shape, device=x.device)
@@ -111,8 +118,10 @@ def simulated_kernel(
         w13, w2 = operand_weights(problem, expert, fmt, x.device)
         gate, up = (operand[rows] @ w13.T).bfloat16().float().chunk(2, dim=1)
         middle = formats.roundtrip(of_activations, (torch.nn.functional.silu(gate) * up).bfloat16())
-        y = formats.roundtrip(wire, (middle @ w2.T).bfloat16()) * weights[rows, slots, None]
+        y = formats.roundtrip("bf16" if grouped else wire, (middle @ w2.T).bfloat16()) * weights[rows, slots, None]
         partial[expert // problem.local_experts].index_add_(0, rows, y)
+    if grouped:
+        partial = torch.stack([formats.roundtrip(wire, rows) for rows in partial])
     return partial.bfloat16().float().sum(0).bfloat16()
 
 
@@ -168,7 +177,8 @@ def headroom(out: torch.Tensor, reference: torch.Tensor, fmt: str, wire: str = "
 
 @pytest.mark.parametrize(
     ("fmt", "wire"),
-    [(fmt, "bf16") for fmt in FORMATS] + [("mxfp8", "mxfp8"), ("nvfp4", "mxfp8"), ("nvfp4", "nvfp4_wire")],
+    [(fmt, "bf16") for fmt in FORMATS]
+    + [("fp8", "fp8"), ("mxfp8", "mxfp8"), ("nvfp4", "mxfp8"), ("nvfp4", "nvfp4_wire")],
 )
 def test_a_correct_kernel_uses_at_most_half_of_each_limit(fmt: str, wire: str) -> None:
     for problem in (MOE, replace(MOE, topk=1), replace(MOE, num_experts=8, topk=2, hidden=128, inter=64)):
@@ -217,7 +227,24 @@ def test_a_wrong_expert_and_a_lost_term_trip_in_every_format(fault: Fault, fmt: 
     assert "of its rms" in verdict_with(fault, fmt)
 
 
-@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt != "nvfp4"])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_partial_sums_of_a_rank_on_an_fp8_wire_stay_in_half_of_the_limit(grouped: bool) -> None:
+    x, ids, weights = layer(MOE)
+    out, reference = simulated_kernel(MOE, x, ids, weights, "fp8", "fp8", grouped), reference_of(MOE, "fp8")
+    assert headroom(out, reference, "fp8", "fp8") <= 0.5
+
+
+@pytest.mark.parametrize(("kernel", "plain"), [("fp8_interleaved", "fp8"), ("nvfp4_pow2", "nvfp4")])
+def test_weights_that_were_cut_into_other_blocks_are_another_operand(kernel: str, plain: str) -> None:
+    """Two roundings of one weight are independent noises: against the wrong one a right kernel would nearly trip."""
+    x, ids, weights = layer(MOE)
+    out = simulated_kernel(MOE, x, ids, weights, kernel)
+    assert (
+        headroom(out, reference_of(MOE, plain), plain) > 0.75 > 0.5 >= headroom(out, reference_of(MOE, kernel), kernel)
+    )
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if not fmt.startswith("nvfp4")])
 def test_a_gate_weight_that_is_off_by_a_tenth_trips(fmt: str) -> None:
     assert verdict_with(wrong_weight_everywhere, fmt) != ""
 

@@ -310,7 +310,7 @@ GIVEN = {
     "plain": {},
     "lists": LARGE,
     "ikr": {"MEGA_IKR": "1", "MEGA_LIST": "deep_gemm_mega mxfp8_cutedsl nvfp4_cutedsl"},
-    "wire": {"MEGA_COMBINE_DTYPE": "nvfp4", "MEGA_KNOBS": '{"flag batch": 4}', "MEGA_ACC": "0"},
+    "wire": {"MEGA_COMBINE_DTYPE": "nvfp4", "MEGA_KNOBS": '{"flag_batch": 4}', "MEGA_ACC": "0"},
     "setting": {
         "ROUTING": "zipf:1.2,mask=0.25,empty=1",
         "SEED": "7",

@@ -13,6 +13,23 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 TOOL = ROOT / "tools" / "record_signatures.py"
 FILES = {
+    "lib_of/configs.py": """
+@dataclass(frozen=True)
+class Config:
+    KINDS: ClassVar[tuple] = ("a", "b")
+    size: int
+    stream: int = 0
+    device: int | None = field(default=None, kw_only=True)
+    names: list = field(default_factory=list)
+
+    @property
+    def double(self): ...
+
+class Pack:
+    def __new__(cls, w13, w2=None): ...
+
+def layer(config, *, backend="auto"): ...
+""",
     "lib_of/__init__.py": "import a_gpu_extension\nfrom .inner.core import Real as Shown\nfrom .lost import Gone\n",
     "lib_of/inner/__init__.py": "",
     "lib_of/inner/core.py": """
@@ -43,7 +60,8 @@ class Real:
     "other-9.dist-info/METADATA": "Name: other\nVersion: 9\n",
     "other-9.dist-info/RECORD": "other/__init__.py,sha256=x,1\n",
     "lib_of-1.5.post2.dist-info/METADATA": "Metadata-Version: 2.1\nName: lib-of\nVersion: 1.5.post2\n\nVersion: talk\n",
-    "lib_of-1.5.post2.dist-info/RECORD": "lib_of/__init__.py,,\nlib_of/inner/core.py,sha256=x,1\nlib_of/circle.py,,\n",
+    "lib_of-1.5.post2.dist-info/RECORD": "lib_of/__init__.py,,\nlib_of/inner/core.py,sha256=x,1\nlib_of/circle.py,,\n"
+    "lib_of/configs.py,,\n",
 }
 POSITIONAL, BOTH = "POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD"
 STAR, KEYWORD, STARS = "VAR_POSITIONAL", "KEYWORD_ONLY", "VAR_KEYWORD"
@@ -85,8 +103,7 @@ def test_the_record_holds_version_place_and_every_public_method(wheel: Path, tmp
     assert (record["distribution"], record["version"]) == ("lib-of", "1.5.post2")
     assert (record["module"], record["class"], record["source"]) == ("lib_of", "Shown", "lib_of/inner/core.py")
     assert list(record["methods"]) == ["__init__", "send", "hint", "made", "wait"]
-    assert [name for name, method in record["methods"].items() if method["static"]] == ["hint", "made"]
-    assert record["properties"] == ["rank"]
+    assert [name for name, method in record["methods"].items() if method["static"]] == ["hint"]
 
 
 def test_parameters_keep_order_kind_and_the_text_of_their_default(wheel: Path) -> None:
@@ -105,14 +122,32 @@ def test_parameters_keep_order_kind_and_the_text_of_their_default(wheel: Path) -
     assert [p["name"] for p in parameters["made"]] == ["path"]
 
 
+def test_several_names_make_one_record_with_parts(wheel: Path) -> None:
+    pairs = ("lib_of.configs", "Config", "lib_of.configs", "Pack", "lib_of.configs", "layer", "lib_of", "Shown")
+    record = json.loads(tool(wheel, *pairs).stdout)
+    assert set(record) == {"distribution", "version", "parts"}
+    config, pack, layer, shown = record["parts"]
+    assert config["methods"]["__init__"]["parameters"] == [
+        {"name": "size", "kind": BOTH},
+        {"name": "stream", "kind": BOTH, "default": "0"},
+        {"name": "names", "kind": BOTH, "default": "None"},
+        {"name": "device", "kind": KEYWORD, "default": "None"},
+    ]
+    assert [p["name"] for p in pack["methods"]["__new__"]["parameters"]] == ["w13", "w2"]
+    assert layer["function"] == "layer"
+    assert layer["parameters"][1] == {"name": "backend", "kind": KEYWORD, "default": "'auto'"}
+    assert shown == {key: value for key, value in json.loads(tool(wheel, *pairs[-2:]).stdout).items() if key in shown}
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "the following arguments are required: WHEEL_OR_FOLDER, MODULE, CLASS"),
+        ((), "the following arguments are required: WHEEL_OR_FOLDER, MODULE, NAME"),
         (("/nonexistent", "lib_of", "Real"), "/nonexistent does not exist"),
         ((TOOL, "lib_of", "Real"), "is neither a wheel nor a folder"),
+        (("WHEEL", "lib_of", "Shown", "lib_of.configs"), "lib_of.configs has no NAME behind it"),
         (("WHEEL", "lib_on", "Real"), "has no Python source of the module lib_on"),
-        (("WHEEL", "lib_of", "Unreal"), "lib_of/__init__.py has no class Unreal"),
+        (("WHEEL", "lib_of", "Unreal"), "lib_of/__init__.py has no class or function Unreal"),
         (("WHEEL", "lib_of", "Gone"), "has no Python source of the module lib_of.lost"),
         (("WHEEL", "lib_of.broken", "Real"), "holds a source that does not parse"),
         (("WHEEL", "lib_of.circle", "Real"), "lib_of.circle imports Real in a circle"),
@@ -137,6 +172,13 @@ def test_a_source_that_no_distribution_lists_has_no_version(folder: Path) -> Non
     run = tool(folder, "lib_of", "Shown")
     assert (run.returncode, run.stdout) == (2, "")
     assert "no *.dist-info that lists lib_of/inner/core.py, so its version is unknown" in run.stderr
+
+
+@pytest.mark.parametrize("version", ["0.6.18.post1", "0.7.4"])
+def test_the_records_of_the_mega_layers_are_of_the_versions_they_name(version: str) -> None:
+    name = f"flashinfer_{version.removesuffix('.post1')}.json"
+    record = json.loads((ROOT / "tests" / "signatures" / name).read_text())
+    assert (record["distribution"], record["version"]) == ("flashinfer-python", version)
 
 
 def test_the_committed_record_is_of_the_wheel_that_was_measured() -> None:

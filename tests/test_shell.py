@@ -222,7 +222,16 @@ def test_wrong_knobs_and_arguments_end_the_run_before_anything_is_made(ready: Cl
 
 def test_a_sweep_writes_files_of_its_own_prefix(ready: Clone) -> None:
     result = ready.run(script="run_sweep.sh")
-    assert re.fullmatch(r"ran ref by python3 leader\ntable sweep_\d{8}T\d{6}Z_ref.csv\n", result.stdout)
+    told = r"ran ref by python3 leader\ntable (sweep_(\d{8}T\d{6}Z)_ref.csv)\npage report_\2.html \1\n"
+    assert re.fullmatch(told, result.stdout)
+
+
+@pytest.mark.parametrize(("status", "told"), [("1", "no page: tools.report failed"), ("2", "")])
+def test_a_page_that_fails_does_not_fail_the_run(ready: Clone, status: str, told: str) -> None:
+    result = ready.run(STATUS_report=status)
+    assert result.returncode == 0
+    assert ("no page" in result.stderr) == bool(told), "2: it has said itself what it lacks"
+    assert told in result.stderr
 
 
 def test_a_stamp_that_is_taken_gets_a_number_and_no_claim_stays_behind(ready: Clone) -> None:

@@ -85,3 +85,11 @@ def test_the_command_prints_a_block_a_file_and_passes_over_those_that_are_not_th
     path = a_csv(tmp_path, OK)
     assert main([str(path), str(tmp_path / "none.csv"), str(path)]) == 0
     assert capsys.readouterr().out.count("rows: ") == 2
+
+
+def test_what_an_ok_row_has_to_say_stands_under_the_table_and_its_figures_stay(tmp_path: Path) -> None:
+    remark = "kernel: a graph replay of the whole round"
+    path = a_csv(tmp_path, OK | {"reason": remark}, OK | {"reason": remark}, OK | {"variant": "y", "reason": "other"})
+    lines = summary(path)
+    assert [line.split()[2] for line in lines[2:5]] == ["1234.6"] * 3
+    assert lines[5:7] == [f"  torch: {remark}", "  y: other"]

@@ -13,7 +13,7 @@ import pytest
 from knob_helpers import parsed
 
 from lib import measure, timing
-from lib.contract import Phase, Session
+from lib.contract import Phase, Session, Unsupported
 from lib.problem import Problem
 from lib.timing import PIPELINED_CHAINS, PIPELINED_DROPPED, BetweenSeries, HostTools, Plan, Samples, run_phases
 
@@ -275,6 +275,27 @@ def test_pipelined_takes_the_middle_rank_and_its_phases_are_floors() -> None:
     assert row["combine_us"] == 2.0  # of 1, 2, 3
 
 
+def bound(host: float, blocked: float, backlogs: tuple[float, float] | None = None) -> bool | None:
+    """launch_bound of a total of 100 us, from the host's time, its blocked share, and what each device had left."""
+    ranks = [
+        Samples(total=[100.0] * 3, host=[host] * 3, blocked=[blocked] * 3, backlog=[] if left is None else [left] * 2)
+        for left in backlogs or (None, None)
+    ]
+    return columns(*ranks, method="e2e_pipelined" if backlogs else "e2e")["launch_bound"]
+
+
+def test_a_single_call_is_launch_bound_when_the_hosts_own_work_fills_it() -> None:
+    assert bound(host=95, blocked=0) is True
+    assert bound(host=95, blocked=50) is False
+    assert columns(rank_samples(1), rank_samples(1))["launch_bound"] is None
+
+
+def test_a_chain_is_launch_bound_when_a_device_has_nothing_left_at_its_end() -> None:
+    assert bound(host=80, blocked=0, backlogs=(5000.0, 40.0)) is True
+    assert bound(host=98, blocked=0, backlogs=(5000.0, 4000.0)) is False
+    assert bound(host=98, blocked=60, backlogs=(5.0, 5.0)) is False, "the host waits in every call"
+
+
 def test_no_tokens_means_no_rate_and_no_marks_mean_no_skew() -> None:
     first = replace(rank_samples(1), arrivals=[])
     row = columns(first, first, problem=PROBLEM.at(0))
@@ -293,3 +314,56 @@ def test_the_method_of_every_cpu_timing_exists() -> None:
 
     assert set(timing.METHODS) == set(CPU_TIMINGS)
     assert set(timing.METHODS) <= set(parsed(TIMING="e2e e2e_pipelined kernel graph").timing)
+
+
+# -- phases that may repeat
+
+
+def test_a_repeatable_phase_has_a_series_of_its_own(clock: Clock) -> None:
+    session = FakeSession(clock.advance, [("stage", 10.0, True), ("forward", 40.0, True)])
+    session.phases[1] = replace(session.phases[1], repeatable=True)
+    assert e2e(session, nothing, Plan(1, 3)).alone == {"forward": [40.0] * 3}
+    assert e2e_pipelined(session, nothing, Plan(0, 1)).alone == {"forward": [40.0] * (64 - PIPELINED_DROPPED)}
+    assert e2e(FakeSession(clock.advance, SPLIT), nothing, Plan(0, 1)).alone == {}
+
+
+def test_its_column_is_that_series_reduced_over_ranks_as_the_total() -> None:
+    first, second = (
+        replace(
+            rank_samples(scale), phases={"stage": [1.0], "forward": [9.0]}, alone={"forward": [4 * scale, 6.0, 8.0]}
+        )
+        for scale in (1, 3)
+    )
+    assert columns(first, second)["forward_us"] == 8.0  # of 12, 6, 8, the slowest rank; from the chain it would be 9
+    assert columns(first, second, "e2e_pipelined")["forward_us"] == 8.0  # of (4+12)/2, 6, 8
+    assert columns(first, second)["stage_us"] == 1.0
+
+
+def test_the_record_keeps_rank_0s_own_median() -> None:
+    raw = measure.raw_samples([rank_samples(1), rank_samples(3)])
+    assert raw["rank0_p50_us"] == 20.0
+    assert raw["alone_us"] == {}
+
+
+# -- which method is made
+
+
+class Bare(FakeSession):
+    """May have a bare kernel, or a graph in its place."""
+
+    def __init__(self, bare: bool, replayed: bool) -> None:
+        super().__init__(nothing, SPLIT)
+        self.bare, self.replayed_kernel = bare, replayed
+
+    def bare_kernel(self) -> Callable[[], None] | None:
+        return nothing if self.bare else None
+
+
+def test_kernel_timing_needs_a_bare_kernel_or_a_graph_in_its_place() -> None:
+    case: Any = SimpleNamespace(timing="kernel")
+    assert measure.choose_method(case, Bare(bare=True, replayed=False), "") == ("kernel", "")
+    assert measure.choose_method(case, Bare(bare=False, replayed=True), "") == ("kernel", "captured")
+    with pytest.raises(Unsupported, match="no bare kernel"):
+        measure.choose_method(case, Bare(bare=False, replayed=False), "")
+    with pytest.raises(Unsupported, match="TIMING=kernel: rank 1: no graph"):
+        measure.choose_method(case, Bare(bare=False, replayed=True), "rank 1: no graph")

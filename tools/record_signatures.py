@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
-"""Write down the signatures of a library's classes and functions, from its Python source without importing it.
+"""Write down the signatures of a library's classes and functions, read from its Python source without importing it.
 
-    record_signatures.py WHEEL_OR_FOLDER MODULE CLASS [CLASS ...] [--out FILE] [--checkout REPOSITORY@COMMIT]
+    record_signatures.py WHEEL_OR_FOLDER MODULE NAME [MODULE NAME ...] [--out FILE] [--checkout REPOSITORY@COMMIT]
+
+One pair gives one record, several give a record with the `parts` of them all. A dataclass gets the constructor that its
+fields make.
 
 An EP library's extension needs a GPU to load, so a contract test can't ask the library itself; it asks this record,
 which was made from the very wheel that the adapter was verified with, or from a checkout where there is no wheel.
@@ -22,10 +25,12 @@ from typing import Any, NoReturn
 
 USAGE_EXIT = 2
 KINDS = ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD", "VAR_POSITIONAL", "KEYWORD_ONLY", "VAR_KEYWORD")
+CONSTRUCTORS = ("__init__", "__new__")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Parameter = dict[str, str]
 Method = dict[str, "bool | list[Parameter]"]
 Record = dict[str, Any]
+Definition = ast.ClassDef | Function
 
 
 class UsageError(Exception):
@@ -34,7 +39,7 @@ class UsageError(Exception):
 
 class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; usage: {self.prog} WHEEL_OR_FOLDER MODULE CLASS [CLASS ...] [--out FILE]")
+        raise UsageError(f"{message}; usage: {self.prog} WHEEL_OR_FOLDER MODULE NAME [MODULE NAME ...] [--out FILE]")
 
 
 class Package:
@@ -79,12 +84,12 @@ class Package:
         raise UsageError(f"{self.path} has no *.dist-info that lists {file}, so its version is unknown")
 
 
-def find_class(package: Package, module: str, name: str) -> tuple[str, ast.ClassDef | Function]:
-    """The file and the definition of a class or function, followed through `from .x import Class` to its place."""
+def find(package: Package, module: str, name: str) -> tuple[str, Definition]:
+    """The file and the definition of a class or function, followed through `from .x import Name` to where it stands."""
     file = package.source_of(module)
     tree = ast.parse(package.read(file), file)
     for node in tree.body:
-        if isinstance(node, ast.ClassDef | Function) and node.name == name:
+        if isinstance(node, Definition) and node.name == name:
             return file, node
     parent = module if file.endswith("/__init__.py") else module.rpartition(".")[0]
     for node in tree.body:
@@ -92,8 +97,8 @@ def find_class(package: Package, module: str, name: str) -> tuple[str, ast.Class
             continue
         for alias in node.names:
             if (alias.asname or alias.name) == name:
-                return find_class(package, absolute(node, parent), alias.name)
-    raise UsageError(f"{file} has no class {name}")
+                return find(package, absolute(node, parent), alias.name)
+    raise UsageError(f"{file} has no class or function {name}")
 
 
 def absolute(node: ast.ImportFrom, parent: str) -> str:
@@ -119,79 +124,70 @@ def parameters(function: Function, bound: bool) -> Iterator[Parameter]:
 
 
 def methods(definition: ast.ClassDef) -> dict[str, Method]:
-    """The constructor and the public methods that the class itself defines; properties are no methods."""
+    """The constructor and the public methods that the class itself defines; properties are no methods.
+
+    `__new__` stands for the constructor where that is all there is.
+    """
     found: dict[str, Method] = {}
     for node in definition.body:
-        if not isinstance(node, Function) or (node.name.startswith("_") and node.name != "__init__"):
+        if not isinstance(node, Function) or (node.name.startswith("_") and node.name not in CONSTRUCTORS):
             continue
         decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
         if "property" in decorators or any(name.endswith(".setter") for name in decorators):
             continue
         static = "staticmethod" in decorators
-        of_class = "classmethod" in decorators  # called without an instance as well; its first parameter is the class
-        told = list(parameters(node, bound=not static))
-        found[node.name] = {"static": static or of_class, "parameters": told}
-    if "__init__" not in found and (fields := dataclass_fields(definition)):
-        found["__init__"] = {"static": False, "parameters": fields}
+        found[node.name] = {"static": static, "parameters": list(parameters(node, bound=not static))}
+    if "__init__" not in found and any(ast.unparse(made).startswith("dataclass") for made in definition.decorator_list):
+        constructor: Method = {"static": False, "parameters": list(fields(definition))}
+        found = {"__init__": constructor, **found}
     return found
 
 
-def dataclass_fields(definition: ast.ClassDef) -> list[Parameter]:
-    """What a dataclass's own constructor takes; a decorator with another name may say that it is by keyword only."""
-    decorators = [ast.unparse(decorator) for decorator in definition.decorator_list]
-    if not any("dataclass" in name for name in decorators):
-        return []
-    plain = any(name.split("(")[0] in ("dataclass", "dataclasses.dataclass") for name in decorators)
-    kind = KINDS[1] if plain else KINDS[3]
-    fields = [node for node in definition.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
-    return [
-        {"name": ast.unparse(node.target), "kind": kind} | ({"default": ast.unparse(node.value)} if node.value else {})
-        for node in fields
-    ]
+def fields(definition: ast.ClassDef) -> Iterator[Parameter]:
+    """A dataclass's own fields as its constructor's parameters, those given by keyword only last."""
+    keyword_only = []
+    for node in definition.body:
+        if not isinstance(node, ast.AnnAssign) or "ClassVar" in ast.unparse(node.annotation):
+            continue
+        told, kind = {"name": ast.unparse(node.target)}, KINDS[1]
+        if isinstance(node.value, ast.Call) and ast.unparse(node.value.func).endswith("field"):
+            given = {word.arg: ast.unparse(word.value) for word in node.value.keywords}
+            kind = KINDS[3] if given.get("kw_only") == "True" else kind
+            default = given.get("default", "None" if "default_factory" in given else "")
+        else:
+            default = ast.unparse(node.value) if node.value is not None else ""
+        made = told | {"kind": kind} | ({"default": default} if default else {})
+        if kind == KINDS[3]:
+            keyword_only.append(made)
+        else:
+            yield made
+    yield from keyword_only
 
 
-def properties(definition: ast.ClassDef) -> list[str]:
-    nodes = [node for node in definition.body if isinstance(node, Function) and not node.name.startswith("_")]
-    return [node.name for node in nodes if "property" in {ast.unparse(found) for found in node.decorator_list}]
-
-
-def members(definition: ast.ClassDef) -> dict[str, int]:
-    """Names and values of an IntEnum."""
-    if not any("Enum" in ast.unparse(base) for base in definition.bases):
-        return {}
-    pairs = [node for node in definition.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)]
-    return {ast.unparse(node.targets[0]): int(str(ast.literal_eval(node.value))) for node in pairs}
-
-
-def told_of(definition: ast.ClassDef | Function) -> Record:
-    """What a record says of one class. A function is its own only method, a static one."""
-    if isinstance(definition, Function):
-        return {"methods": {definition.name: {"static": True, "parameters": list(parameters(definition, bound=False))}}}
-    extras = {"members": members(definition), "properties": properties(definition)}
-    return {name: value for name, value in extras.items() if value} | {"methods": methods(definition)}
-
-
-def record(path: Path, module: str, names: list[str], checkout: str = "") -> Record:
-    """One class as it always was; several of them under their names.
-
-    `checkout` names the repository and commit of a folder that no distribution brought.
-    """
+def record(path: Path, module: str, name: str, checkout: str = "") -> Record:
+    """`checkout` names the repository and commit of a folder that no distribution brought."""
     package = Package(path)
-    made: list[Record] = []
-    for name in names:
-        try:
-            file, definition = find_class(package, module, name)
-        except (SyntaxError, UnicodeDecodeError) as error:
-            raise UsageError(f"{path} holds a source that does not parse: {error}") from error
-        except RecursionError as error:
-            raise UsageError(f"{module} imports {name} in a circle") from error
-        made.append({"source": file, **told_of(definition)})
+    try:
+        file, definition = find(package, module, name)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} holds a source that does not parse: {error}") from error
+    except RecursionError as error:
+        raise UsageError(f"{module} imports {name} in a circle") from error
     repository, _, commit = checkout.partition("@")
-    distribution, version = (repository, commit) if checkout else package.distribution(made[0]["source"])
-    head = {"distribution": distribution, "version": version, "module": module}
-    if len(names) == 1:
-        return {**head, "class": names[0], **made[0]}
-    return {**head, "classes": dict(zip(names, made, strict=True))}
+    distribution, version = (repository, commit) if checkout else package.distribution(file)
+    made: Record = {"distribution": distribution, "version": version, "module": module}
+    if isinstance(definition, ast.ClassDef):
+        return made | {"class": name, "source": file, "methods": methods(definition)}
+    return made | {"function": name, "source": file, "parameters": list(parameters(definition, bound=False))}
+
+
+def record_all(path: Path, pairs: list[tuple[str, str]], checkout: str = "") -> Record:
+    """One record, or one with parts, which share the distribution and its version."""
+    made = [record(path, module, name, checkout) for module, name in pairs]
+    if len(made) == 1:
+        return made[0]
+    shared = {name: made[0][name] for name in ("distribution", "version")}
+    return shared | {"parts": [{name: part[name] for name in part if name not in shared} for part in made]}
 
 
 def as_json(value: object, depth: int = 0) -> str:
@@ -210,14 +206,17 @@ def run(arguments: list[str]) -> None:
     parser = OneLineParser(prog="record_signatures.py", description=__doc__, formatter_class=raw)
     parser.add_argument("path", metavar="WHEEL_OR_FOLDER", type=Path)
     parser.add_argument("module", metavar="MODULE", help="dotted name, such as deep_ep")
-    words = "such as Buffer; followed to where the module imports it from"
-    parser.add_argument("names", metavar="CLASS", nargs="+", help=words)
+    parser.add_argument("name", metavar="NAME", help="such as Buffer; followed to where the module imports it from")
+    parser.add_argument("more", metavar="MODULE NAME", nargs="*", help="more of them")
     parser.add_argument("--out", metavar="FILE", type=Path, help="instead of stdout")
     parser.add_argument("--checkout", metavar="REPOSITORY@COMMIT", default="", help="of a folder without *.dist-info")
     args = parser.parse_args(arguments)
     if args.checkout and not all(args.checkout.partition("@")):
         raise UsageError(f"--checkout {args.checkout}: give REPOSITORY@COMMIT, such as microsoft/mscclpp@3d02152b")
-    text = as_json(record(args.path, args.module, args.names, args.checkout)) + "\n"
+    words = [args.module, args.name, *args.more]
+    if len(words) % 2:
+        raise UsageError(f"{words[-1]} has no NAME behind it")
+    text = as_json(record_all(args.path, list(zip(words[::2], words[1::2], strict=True)), args.checkout)) + "\n"
     if args.out is None:
         sys.stdout.write(text)
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -40,6 +41,7 @@ class Spans:
     path: Path
     events: int  # in the file
     complaint: str  # what of them is broken, in words
+    about: dict[str, Any]  # what the writer says of the trace
     variant: str
     names: list[str]
     lanes: list[str]  # from top to bottom; lanes[0] is SERIAL
@@ -76,6 +78,7 @@ def spans_of(trace: Trace) -> Spans:
         trace.path,
         trace.events,
         trace.complaint,
+        trace.about,
         variant,
         names,
         lanes,
@@ -160,7 +163,7 @@ def _lanes(trace: Trace, names: list[str], name_of: Ints, work: Ints) -> tuple[l
     by_thread = np.full((len(trace.categories) or 1, len(trace.threads) or 1), -1, np.int64)
     for pair in np.unique(category * len(names) + name_of) if len(work) else ():
         of_category, of_name = divmod(int(pair), len(names))
-        lane = named_lane(names[of_name])
+        lane = named_lane(names[of_name], trace.categories[of_category])
         if not lane and trace.categories[of_category] not in threaded:
             lane = short_name(names[of_name])
         if lane:

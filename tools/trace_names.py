@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from lib.trace import PHASE_CATEGORY
+
 SERIAL = "serial"  # drawn at full height: nothing is meant to run beside it
 INTERNODE, INTRANODE = "internode", "intranode"
 TRANSFER, COPY = "transfer", "copy"
@@ -112,11 +114,13 @@ def phase_of(name: str) -> str:
     return match.group(1) if match else ""
 
 
-def named_lane(name: str) -> str:
-    """The lane that the name alone decides, "" if it does not."""
+def named_lane(name: str, category: str) -> str:
+    """The lane that name and category decide without the thread, "" if they do not."""
     if name in KERNELS:
         return KERNELS[name][1]
-    if OWN_PHASE.match(name):
+    if category in GPU_CATEGORIES:
+        return ""  # a C++ namespace is no lane: DeepEP's internode_ll kernels run within a node too
+    if category == PHASE_CATEGORY or OWN_PHASE.match(name):
         return SERIAL
     return next((lane for lane in (INTERNODE, INTRANODE) if lane in name), "")
 
@@ -129,6 +133,6 @@ def variant_of(names: set[str], categories: set[str], marked: bool) -> str:
         return "async_ll"
     if names.intersection(INTRANODE_NAMES):
         return "intranode"
-    if marked and any(OWN_PHASE.match(name) for name in names):
+    if marked and (PHASE_CATEGORY in categories or any(OWN_PHASE.match(name) for name in names)):
         return "phases"
     return "torch" if categories.intersection((*GPU_CATEGORIES, *HOST_CATEGORIES)) else "unknown"

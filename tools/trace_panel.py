@@ -145,7 +145,8 @@ class Panel:
         for row, bars in enumerate(self.lanes.values()):
             self._draw_lane(axes, row * LANE_IN, bars)
             axes.axhline(row * LANE_IN, color="#bbbbbb", linewidth=0.6, zorder=0.5)
-        ticks = {-LABEL_LINE_IN * (LEADER_LINES + 0.45): "serial"} if self.labels else {}
+        word = "phases" if self.analysis.spans.variant == "phases" else SERIAL
+        ticks = {-LABEL_LINE_IN * (LEADER_LINES + 0.45): word} if self.labels else {}
         if self.concurrent_in:
             self._draw_concurrent(axes, lanes_in)
             ticks[lanes_in + CONCURRENT_IN / 2] = "concurrent"

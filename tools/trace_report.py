@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lib.trace import Floats
-from tools.trace_analysis import Analysis, KernelStats, alignment
+from tools.trace_analysis import BARRIER, Analysis, KernelStats, alignment
 
 NAME_CHARS, NAMED_OUTLIERS = 60, 20
 NAMED_THREADS = 5  # of one kernel; the rest is counted
@@ -121,9 +121,11 @@ def across_traces(analyses: list[Analysis]) -> str:
         )
     aligned = alignment(analyses)
     if aligned:
+        on, residual_us = aligned
+        what, others = ("a barrier", "barriers") if on == BARRIER else (on, "collectives")
         lines.append(
-            f"lined up on the end of {aligned[0]}, which is one moment on all ranks, "
-            f"the ends of the other collectives differ by at most {aligned[1]:.2f} us"
+            f"lined up on the end of {what}, which is one moment on all ranks, "
+            f"the ends of the other {others} differ by at most {residual_us:.2f} us"
         )
     return "\n".join([*lines, ""])
 

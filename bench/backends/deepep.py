@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from bench.backends.deepep_dequant import Dequantizer
 from bench.backends.deepep_limits import (
     BF16_BYTES,
     DEFAULT_SMS,
@@ -195,9 +196,15 @@ class LowLatencySession(DeepEPSession):
     capturable = ""
     # the weighted sum over experts is added in the order of the token's own top-k slots
     deterministic = True
-    kernels = {"dispatch": [r"::dispatch<"], "combine": [r"::combine<"], "staging": [r"at::native"]}  # noqa: RUF012
+    kernels = {  # noqa: RUF012 - a constant of the class
+        "dispatch": [r"::dispatch<"],
+        "combine": [r"::combine<"],
+        "staging": [r"dequantize_used_slots", r"at::native"],
+    }
 
     def __init__(self, engine: DeepEPEngine, problem: Problem, inputs: Inputs) -> None:
+        import torch
+
         super().__init__(engine, problem, inputs)
         self.max_tokens = ll_slots(problem)
         self.buffer.clean_low_latency_buffer(self.max_tokens, problem.hidden, problem.num_experts)
@@ -208,7 +215,10 @@ class LowLatencySession(DeepEPSession):
             self.phases.insert(1, Phase("dequantize", self._dequantize, timed=False))
             self.staging_included = self.quant_included = True
             self._dispatch()
-            self.used_slots = int(self.counts.max())  # the routing of a point is fixed, so are an expert's counts
+            assert self.rows is not None
+            assert self.scales is not None
+            self.staged = torch.zeros(self.rows.shape, dtype=torch.bfloat16, device=self.rows.device)
+            self.dequantizer = Dequantizer(self.rows, self.scales, self.counts, self.staged)
 
     def _dispatch(self) -> None:
         self.mark_arrival()
@@ -229,22 +239,19 @@ class LowLatencySession(DeepEPSession):
 
     def _dequantize(self) -> None:
         """The slots that are in use, to bf16, into a buffer of the shape that combine takes."""
-        import torch
-
         assert self.rows is not None
         assert self.scales is not None
-        if self.staged is None:
-            self.staged = torch.zeros(self.rows.shape, dtype=torch.bfloat16, device=self.rows.device)
-        used = slice(0, self.used_slots)
-        # e4m3 is exact in bf16; the product is made in float32 and rounded once, straight into its place
-        blocks = self.rows[:, used].to(torch.bfloat16).unflatten(-1, (-1, SCALE_BLOCK))
-        place = self.staged[:, used].unflatten(-1, (-1, SCALE_BLOCK))
-        torch.mul(blocks, self.scales[:, used].unsqueeze(-1), out=place)
+        assert self.staged is not None
+        self.dequantizer(self.rows, self.scales, self.counts, self.staged)
 
     def _combine(self) -> None:
         source = self.staged if self.dispatch_format == "fp8" else self.rows
         ids, weights = self.inputs.topk_idx, self.inputs.topk_weights
         self.buffer.low_latency_combine(source, ids, weights, self.handle, out=self.out)
+
+    def versions(self) -> dict[str, str]:
+        found = super().versions()
+        return found | {"dequantize": self.dequantizer.made_by} if self.staging_included else found
 
     def received(self) -> Received:
         """handle = (source token [L, R*T], range [L, R]: first slot << 32 | count of each source rank, ...)."""

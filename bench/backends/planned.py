@@ -72,7 +72,6 @@ VLLM = ("vllm", "vLLM (pip install vllm)")
 FLASHINFER = ("flashinfer", "FlashInfer (pip install flashinfer-python)")
 DEEPGEMM = ("deep_gemm", "DeepGEMM (https://github.com/deepseek-ai/DeepGEMM)")
 NCCL_EP = ("nccl.ep", "NCCL-EP (pip install nccl-extensions)")
-CUTEDSL = ("cutlass", "CUTLASS DSL (pip install nvidia-cutlass-dsl)")
 
 
 def comm_variants(
@@ -139,30 +138,3 @@ def vllm_mega_variants(knobs: Knobs) -> list[Variant]:
 def vllm_mega_backends() -> list[Backend]:
     needs = Needs(sm=BLACKWELL, sm_major=10, packages=(VLLM, DEEPGEMM), weight_bytes=FP4_BYTES)
     return [PlannedBackend("vllm_deep_gemm_mega", "vllm", needs, vllm_mega_variants)]
-
-
-def fi_mega_variants(name: str, knobs: Knobs) -> list[Variant]:
-    """MEGA_IKR is the cutedsl pair's, MEGA_COMBINE_DTYPE nvfp4's; the other backends stay as they are."""
-    options: tuple[tuple[str, str], ...] = ()
-    suffix, combine = "", "bf16"
-    if knobs.mega_ikr and name in ("mxfp8_cutedsl", "nvfp4_cutedsl"):
-        suffix, options = "+ikr", (("MEGA_IKR", "1"),)
-    elif knobs.mega_combine_dtype != "bf16" and name == "nvfp4_cutedsl":
-        combine = knobs.mega_combine_dtype
-        suffix, options = f"+combine_{combine}", (("MEGA_COMBINE_DTYPE", combine),)
-    dtype = {"mxfp8_cutedsl": "mxfp8", "nvfp4_cutedsl": "nvfp4"}.get(name, "fp8")
-    return [Variant(f"{name}{suffix}", "flashinfer", f"{name}{suffix}", "", dtype, combine, options=options)]
-
-
-def fi_mega_backends() -> list[Backend]:
-    needs = {
-        "deep_gemm_mega": Needs(sm=BLACKWELL, sm_major=10, packages=(FLASHINFER, DEEPGEMM), weight_bytes=FP4_BYTES),
-        "mxfp8_cutedsl": Needs(sm=BLACKWELL, sm_major=10, packages=(FLASHINFER, CUTEDSL), weight_bytes=FP8_BYTES),
-        "nvfp4_cutedsl": Needs(sm=BLACKWELL, sm_major=10, packages=(FLASHINFER, CUTEDSL), weight_bytes=FP4_BYTES),
-        "sm90_push_fp8": Needs(sm_major=9, packages=(FLASHINFER,), weight_bytes=FP8_BYTES),
-        "sm90_pull_fp8": Needs(sm_major=9, packages=(FLASHINFER, CUTEDSL), weight_bytes=FP8_BYTES),
-    }
-    return [
-        PlannedBackend(name, "flashinfer", need, lambda knobs, name=name: fi_mega_variants(name, knobs))  # type: ignore[misc]
-        for name, need in needs.items()
-    ]

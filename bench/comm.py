@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bench.backends.deepep import DeepEPBackend
+from bench.backends.mori import MoriBackend
+from bench.backends.mscclpp import MscclppBackend
 from bench.backends.planned import comm_backends
 from bench.backends.torch_a2a import TorchBackend
 from lib.contract import Backend
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def backends(knobs: Knobs) -> list[Backend]:
-    every = [TorchBackend(with_experts=False), DeepEPBackend(), *comm_backends()]
+    every = [TorchBackend(with_experts=False), DeepEPBackend(), MscclppBackend(), MoriBackend(), *comm_backends()]
     return [backend for name in knobs.comm_list for backend in every if backend.name == name]
 
 

@@ -47,6 +47,7 @@ class Checker:
         """`rounds` rounds, then the timed payload: its output is kept for the comparison after timing."""
         problem = self._agree(self._weights_digest_differs() or self._rounds(rounds))
         problem = problem or self._agree(self._keep_timed_output())
+        problem = problem or self._agree(self.session.broken_promise())
         self._poison_and_stage()  # a call that does nothing while it is timed would else leave the right output
         return problem
 

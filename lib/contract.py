@@ -160,6 +160,7 @@ class Session:
     quant_included: bool | None = None  # None: this session has no input quantisation
     deterministic: bool = False
     capturable: str = "not declared capturable"  # "" = may be captured in a CUDA graph; else the reason why not
+    every_node: bool = False  # dispatch sends a token to every node, whatever its experts are
     barrier: Callable[[], None] | None = None
     kernels: ClassVar[dict[str, list[str]]] = {}  # phase -> kernel-name patterns
     replayed_kernel: bool = False  # TIMING=kernel: no bare launch, so a graph of one call is replayed in its place
@@ -183,6 +184,10 @@ class Session:
     def received(self) -> Received | None:
         """What the last dispatch brought, or None where the library does not show it."""
         return None
+
+    def broken_promise(self) -> str:
+        """What the library promises beyond the sum, "" if it is kept: part of the check. All ranks call it together."""
+        return ""
 
     def bare_kernel(self) -> Callable[[], None] | None:
         """The launch alone, on inputs that this call stages; afterwards `output` shows what the launch wrote."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lib import nic
 
@@ -30,6 +30,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Gpu:
+    vendor: ClassVar[str] = "cuda"
     index: int
     name: str
     uuid: str
@@ -55,11 +56,16 @@ class Machine:
 
     @property
     def vendor(self) -> str:
-        return "cuda" if self.gpus else "cpu"
+        return self.gpus[0].vendor if self.gpus else "cpu"
+
+    @property
+    def has_what(self) -> str:
+        """What a verdict says of the devices that are there instead of those that it needs."""
+        return {"cuda": "CUDA GPUs", "rocm": "AMD GPUs", "cpu": "no GPU"}[self.vendor]
 
     @property
     def sm(self) -> tuple[int, int] | None:
-        return self.gpus[0].sm if self.gpus else None
+        return self.gpus[0].sm if self.vendor == "cuda" else None
 
     @property
     def device(self) -> str:
@@ -153,9 +159,11 @@ def _gpus_by_smi() -> list[Gpu]:
 
 @cache
 def all_gpus() -> tuple[Gpu, ...]:
-    """Every NVIDIA GPU of this machine, whatever CUDA_VISIBLE_DEVICES says."""
+    """Every NVIDIA GPU of this machine, else every AMD one, whatever CUDA_VISIBLE_DEVICES says."""
     if not NVIDIA_DRIVER_NODE.exists():
-        return ()
+        from lib.rocm import amd_gpus
+
+        return amd_gpus()
     by_nvml = _gpus_by_nvml()
     return tuple(_gpus_by_smi() if by_nvml is None else by_nvml)
 

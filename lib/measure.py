@@ -269,6 +269,9 @@ def byte_and_rate_columns(
 ) -> dict[str, Any]:
     """Bytes and GB/s of each leg from the counted routing, and TFLOP/s of a MoE."""
     copies = traffic.count_copies(routing.topk_idx, case.problem)
+    if session.every_node:
+        tokens = [routing.tokens_of(rank) for rank in range(case.problem.world)]
+        copies = traffic.to_every_node(copies, tokens, case.problem.nodes)
     formats = (session.dispatch_format, session.combine_format)
     legs = (times.get("dispatch_us"), times.get("combine_us"))
     columns: dict[str, Any] = {

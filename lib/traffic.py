@@ -9,7 +9,8 @@ scaled. Each figure names its base, since the same time gives selection GB/s up 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -111,6 +112,14 @@ def count_copies(topk_idx: Ints, problem: Problem) -> Copies:
         if problem.nodes > 1:
             node_algo[source], node_physical[source] = counted.node_algo, counted.node_physical
     return Copies(pairs, selection, node_algo, node_physical, expert_loads(topk_idx, problem.num_experts))
+
+
+def to_every_node(copies: Copies, tokens: Sequence[int], nodes: int) -> Copies:
+    """The copies of a library that sends each of a rank's `tokens` to every node, whatever its experts are."""
+    if nodes == 1:
+        return copies
+    sent = np.asarray(tokens, np.int64)
+    return replace(copies, node_algo=sent * nodes, node_physical=sent * (nodes - 1))
 
 
 def _hits(topk_idx: Ints, problem: Problem) -> npt.NDArray[np.bool_]:

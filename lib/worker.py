@@ -95,7 +95,7 @@ def make_group(rank: int, world: int, nodes: int, timeout_s: float) -> Group:
 
     timeout = datetime.timedelta(seconds=timeout_s)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if os.environ["MOE_EP_VENDOR"] == "cuda":
+    if os.environ["MOE_EP_VENDOR"] != "cpu":  # PyTorch calls an AMD GPU cuda too
         from lib.device import cuda_group
 
         return cuda_group(rank, world, local_rank, nodes, timeout)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lib.machine import Gpu, Machine
+from lib.rocm import NO_COMPUTE_CAPABILITY, AmdGpu
 
 GB = 10**9
 PACKAGES = tuple(
-    "torch numpy vllm deep_ep deep_gemm flashinfer flashinfer.moe_ep cutlass nvshmem nccl.ep mscclpp mori".split()
+    "torch numpy vllm deep_ep deep_gemm flashinfer flashinfer.moe_ep cutlass nvshmem nccl.ep mscclpp mori cupy".split()
 )
 VERSIONS = {"flashinfer-python": "0.6.18.post1", "nvidia-cutlass-dsl": "4.6.1"}
 
@@ -24,6 +27,12 @@ def machine(
     found = tuple(Gpu(index, name, f"GPU-{index:04d}-aaaa", sm, free, free, "580.95") for index in range(gpus))
     modules = {package: package in installed or package in ("torch", "numpy") for package in PACKAGES}
     return Machine(found, "Some CPU", 8, int(host_gb * GB), int(host_gb * GB), modules=modules, versions=VERSIONS)
+
+
+def mi300(gpus: int, *installed: str, free_gb: float = 190) -> Machine:
+    free = int(free_gb * GB)
+    found = (AmdGpu(i, "AMD gfx942", f"GPU-{i:016x}", NO_COMPUTE_CAPABILITY, free, free, "6.10") for i in range(gpus))
+    return replace(machine(installed=installed), gpus=tuple(found))
 
 
 def cpu(**changes: float) -> Machine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from knob_helpers import BLACKWELL, CPU, HOPPER, parsed
-from machine_helpers import PACKAGES, b200_quad, cpu, h200_pair, machine
+from machine_helpers import PACKAGES, b200_quad, cpu, h200_pair, machine, mi300
 
 from bench import comm, fi_mega, ref, split, vllm_mega
 from bench.backends.planned import NO_ADAPTER, PlannedBackend
@@ -59,26 +59,17 @@ def test_the_knobs_lists_choose_and_order_the_backends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("algo", "nccl_ep", "mscclpp", "mori"),
-    [
-        ("ht", "nccl_ep_ht", "mscclpp_ht", ""),
-        ("ll", "nccl_ep_ll", "mscclpp_ll", "mori+v1_ll mori+async_ll"),
-        ("ht ll", "nccl_ep_ht nccl_ep_ll", "mscclpp_ht mscclpp_ll", "mori+v1_ll mori+async_ll"),
-    ],
+    ("algo", "nccl_ep"), [("ht", "nccl_ep_ht"), ("ll", "nccl_ep_ll"), ("ht ll", "nccl_ep_ht nccl_ep_ll")]
 )
-def test_algo_chooses_modes_and_a_backend_without_modes_is_planned_once(
-    algo: str, nccl_ep: str, mscclpp: str, mori: str
-) -> None:
-    once = ("deepep_v2 deepep_v2+cached", "flashinfer", "mori+intranode mori+v1")
-    expected = f"{once[0]} {nccl_ep} {once[1]} {mscclpp} {once[2]} {mori}"
+def test_algo_chooses_modes_and_a_backend_without_modes_is_planned_once(algo: str, nccl_ep: str) -> None:
+    expected = f"deepep_v2 deepep_v2+cached {nccl_ep} flashinfer"
     assert names(comm.SECTION, ALGO=algo) == expected.split()
 
 
 def test_the_algo_column_is_blank_where_there_are_no_modes() -> None:
     found = {variant.name: variant.algo for _, variant in planned(comm.SECTION, parsed(ALGO="ht ll"))}
-    without = {"deepep_v2", "deepep_v2+cached", "flashinfer", "mori+intranode", "mori+v1"}
+    without = {"deepep_v2", "deepep_v2+cached", "flashinfer"}
     assert {name for name, algo in found.items() if not algo} == without
-    assert found["mori+v1_ll"] == "ll"
     assert found["nccl_ep_ht"] == "ht"
 
 
@@ -98,7 +89,7 @@ def test_a_dtype_and_an_sm_budget_make_a_case_each_where_the_library_has_them() 
 
 def test_the_comm_column_names_the_library_alone() -> None:
     found = {variant.comm for _, variant in planned(comm.SECTION, parsed(ALGO="ht ll"))}
-    assert found == {"deepep_v2", "nccl_ep", "flashinfer", "mscclpp", "mori"}
+    assert found == {"deepep_v2", "nccl_ep", "flashinfer"}
 
 
 # -- verdicts
@@ -108,8 +99,7 @@ def test_the_comm_column_names_the_library_alone() -> None:
 def test_a_cpu_is_told_what_hardware_and_what_package_is_needed(section: Section) -> None:
     for name, (status, reason) in verdicts(section, cpu(), CPU, ALGO="ht").items():
         assert status == "unsupported", name
-        needed = "an AMD GPU (ROCm)" if name.startswith("mori") else "an NVIDIA GPU"
-        assert f"needs {needed}, this machine has no GPU" in reason
+        assert "needs an NVIDIA GPU, this machine has no GPU" in reason
         assert ("not installed: " in reason) is (section.name != "ref"), name
         assert cell(reason) == reason
 
@@ -139,9 +129,9 @@ def test_a_newer_gpu_than_the_oldest_that_will_do_is_good_enough() -> None:
     assert verdicts(comm.SECTION, ampere, BLACKWELL)["nccl_ep_ht"] == too_old
 
 
-def test_rocm_libraries_do_not_run_on_cuda() -> None:
-    status, reason = verdicts(comm.SECTION, h200_pair("mori"), HOPPER, GPUS="2")["mori+v1"]
-    assert (status, reason) == ("unsupported", f"{NO_ADAPTER}; needs an AMD GPU (ROCm), this machine has CUDA GPUs")
+def test_cuda_libraries_do_not_run_on_rocm() -> None:
+    status, reason = verdicts(comm.SECTION, mi300(2, *PACKAGES), CPU, GPUS="2")["nccl_ep_ht"]
+    assert (status, reason) == ("unsupported", f"{NO_ADAPTER}; needs an NVIDIA GPU, this machine has AMD GPUs")
 
 
 def test_trtllm_does_not_take_what_ll_delivers() -> None:

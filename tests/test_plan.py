@@ -65,7 +65,13 @@ def test_lists_multiply_where_the_backend_has_them() -> None:
         "nccl_ep_ll": 2 * points_and_timings,
         "flashinfer": 1 * points_and_timings,
         "mscclpp_ht": 2 * points_and_timings,  # bf16 alone, budgets
+        "mscclpp_ht+cached": 2 * points_and_timings,
+        "mscclpp_ht+rank_major": 2 * points_and_timings,
+        "mscclpp_ht+rank_major+cached": 2 * points_and_timings,
         "mscclpp_ll": 4 * points_and_timings,
+        "mscclpp_ll+direct_send": 4 * points_and_timings,
+        "mscclpp_ll+rank_major": 2 * points_and_timings,
+        "mscclpp_ll+rank_major+direct_send": 2 * points_and_timings,
         "mori+intranode": 2 * points_and_timings,
         "mori+v1": 2 * points_and_timings,
         "mori+v1_ll": 2 * points_and_timings,

@@ -12,7 +12,7 @@ import pytest
 
 from lib.problem import Problem
 from lib.routing import make_routing
-from lib.traffic import Copies, bandwidth_columns, byte_columns, copy_bytes, count_copies
+from lib.traffic import Copies, bandwidth_columns, byte_columns, copy_bytes, count_copies, to_every_node
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden" / "bw_values.json"
 
@@ -198,3 +198,13 @@ def test_the_counts_are_those_that_the_reference_script_printed() -> None:
     assert copies.node_algo.tolist() == expected["algo"]
     assert copies.node_physical.tolist() == expected["physical"]
     assert copies.received.tolist() == expected["recv"]
+
+
+def test_a_library_that_sends_to_every_node_counts_tokens_times_nodes_and_no_rank_differently() -> None:
+    """MORI's v1_ll: as tools/bw_values.py has it, whatever the routing."""
+    problem = Problem(world=4, nodes=2, tokens=3, num_experts=8, topk=2, hidden=16, inter=16, seed=0, routing="onehot")
+    copies = count_copies(np.zeros((4, 3, 2), np.int64), problem)
+    every = to_every_node(copies, [3, 0, 2, 3], 2)
+    assert (every.node_algo.tolist(), every.node_physical.tolist()) == ([6, 0, 4, 6], [3, 0, 2, 3])
+    assert every.pairs is copies.pairs
+    assert to_every_node(copies, [3, 0, 2, 3], 1) is copies

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Write down the signatures of a library's classes and functions, read from its Python source without importing it.
 
-    record_signatures.py WHEEL_OR_FOLDER MODULE NAME [MODULE NAME ...] [--out FILE]
+    record_signatures.py WHEEL_OR_FOLDER MODULE NAME [MODULE NAME ...] [--out FILE] [--checkout REPOSITORY@COMMIT]
 
 One pair gives one record, several give a record with the `parts` of them all. A dataclass gets the constructor that its
 fields make.
 
 An EP library's extension needs a GPU to load, so a contract test can't ask the library itself; it asks this record,
-which was made from the very wheel that the adapter was verified with. Standard library only.
+which was made from the very wheel that the adapter was verified with, or from a checkout where there is no wheel.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -163,7 +164,8 @@ def fields(definition: ast.ClassDef) -> Iterator[Parameter]:
     yield from keyword_only
 
 
-def record(path: Path, module: str, name: str) -> Record:
+def record(path: Path, module: str, name: str, checkout: str = "") -> Record:
+    """`checkout` names the repository and commit of a folder that no distribution brought."""
     package = Package(path)
     try:
         file, definition = find(package, module, name)
@@ -171,16 +173,17 @@ def record(path: Path, module: str, name: str) -> Record:
         raise UsageError(f"{path} holds a source that does not parse: {error}") from error
     except RecursionError as error:
         raise UsageError(f"{module} imports {name} in a circle") from error
-    distribution, version = package.distribution(file)
+    repository, _, commit = checkout.partition("@")
+    distribution, version = (repository, commit) if checkout else package.distribution(file)
     made: Record = {"distribution": distribution, "version": version, "module": module}
     if isinstance(definition, ast.ClassDef):
         return made | {"class": name, "source": file, "methods": methods(definition)}
     return made | {"function": name, "source": file, "parameters": list(parameters(definition, bound=False))}
 
 
-def record_all(path: Path, pairs: list[tuple[str, str]]) -> Record:
+def record_all(path: Path, pairs: list[tuple[str, str]], checkout: str = "") -> Record:
     """One record, or one with parts, which share the distribution and its version."""
-    made = [record(path, module, name) for module, name in pairs]
+    made = [record(path, module, name, checkout) for module, name in pairs]
     if len(made) == 1:
         return made[0]
     shared = {name: made[0][name] for name in ("distribution", "version")}
@@ -206,11 +209,14 @@ def run(arguments: list[str]) -> None:
     parser.add_argument("name", metavar="NAME", help="such as Buffer; followed to where the module imports it from")
     parser.add_argument("more", metavar="MODULE NAME", nargs="*", help="more of them")
     parser.add_argument("--out", metavar="FILE", type=Path, help="instead of stdout")
+    parser.add_argument("--checkout", metavar="REPOSITORY@COMMIT", default="", help="of a folder without *.dist-info")
     args = parser.parse_args(arguments)
+    if args.checkout and not all(args.checkout.partition("@")):
+        raise UsageError(f"--checkout {args.checkout}: give REPOSITORY@COMMIT, such as microsoft/mscclpp@3d02152b")
     words = [args.module, args.name, *args.more]
     if len(words) % 2:
         raise UsageError(f"{words[-1]} has no NAME behind it")
-    text = as_json(record_all(args.path, list(zip(words[::2], words[1::2], strict=True)))) + "\n"
+    text = as_json(record_all(args.path, list(zip(words[::2], words[1::2], strict=True)), args.checkout)) + "\n"
     if args.out is None:
         sys.stdout.write(text)
         return

@@ -342,7 +342,7 @@ class DeepEPBackend(Backend):
 
     def _verdict(self, variant: Variant, machine: Machine, problem: Problem) -> Support:
         if machine.vendor != "cuda":
-            return unsupported("needs an NVIDIA GPU, this machine has no GPU")
+            return unsupported(f"needs an NVIDIA GPU, this machine has {machine.has_what}")
         if machine.sm is not None and machine.sm < (9, 0):
             return unsupported(f"needs sm_90 or newer, this is sm_{machine.sm[0]}{machine.sm[1]}")
         if problem.nodes > 1:

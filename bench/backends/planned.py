@@ -35,7 +35,7 @@ class Needs:
     def hardware(self, machine: Machine) -> Support:
         if machine.vendor != self.vendor:
             needed = "an NVIDIA GPU" if self.vendor == "cuda" else "an AMD GPU (ROCm)"
-            return unsupported(f"needs {needed}, this machine has {'CUDA GPUs' if machine.gpus else 'no GPU'}")
+            return unsupported(f"needs {needed}, this machine has {machine.has_what}")
         sm = machine.sm
         if sm is not None and (sm < self.sm or (self.sm_major is not None and sm[0] != self.sm_major)):
             wanted = f"sm_{self.sm_major}x" if self.sm_major is not None else f"sm_{self.sm[0]}{self.sm[1]} or newer"
@@ -72,8 +72,6 @@ VLLM = ("vllm", "vLLM (pip install vllm)")
 FLASHINFER = ("flashinfer", "FlashInfer (pip install flashinfer-python)")
 DEEPGEMM = ("deep_gemm", "DeepGEMM (https://github.com/deepseek-ai/DeepGEMM)")
 NCCL_EP = ("nccl.ep", "NCCL-EP (pip install nccl-extensions)")
-MSCCLPP = ("mscclpp", "MSCCL++ with mscclpp.ep (https://github.com/microsoft/mscclpp)")
-MORI = ("mori", "MORI (https://github.com/ROCm/mori)")
 
 
 def comm_variants(
@@ -98,18 +96,6 @@ def nccl_ep(knobs: Knobs) -> list[Variant]:
     return [variant for variants in found for variant in variants]
 
 
-def mscclpp(knobs: Knobs) -> list[Variant]:
-    return [v for algo in knobs.algos for v in comm_variants(f"mscclpp_{algo}", knobs, algo, fp8=algo == "ll")]
-
-
-def mori(knobs: Knobs) -> list[Variant]:
-    """`intranode` and `v1` have no two modes; `v1_ll` and `async_ll` belong to ll."""
-    found = comm_variants("mori+intranode", knobs, sms=False) + comm_variants("mori+v1", knobs, sms=False)
-    for kernel in ("v1_ll", "async_ll") if "ll" in knobs.algos else ():
-        found += comm_variants(f"mori+{kernel}", knobs, "ll", sms=False)
-    return found
-
-
 def flashinfer(knobs: Knobs) -> list[Variant]:
     return comm_variants("flashinfer", knobs, fp8=False, sms=False)
 
@@ -119,8 +105,6 @@ def comm_backends() -> list[Backend]:
         PlannedBackend("deepep_v2", "deepep_v2", Needs(packages=(DEEPEP,)), deepep_v2),
         PlannedBackend("nccl_ep", "nccl_ep", Needs(packages=(NCCL_EP,)), nccl_ep),
         PlannedBackend("flashinfer", "flashinfer", Needs(packages=(FLASHINFER,)), flashinfer),
-        PlannedBackend("mscclpp", "mscclpp", Needs(packages=(MSCCLPP,)), mscclpp),
-        PlannedBackend("mori", "mori", Needs(vendor="rocm", packages=(MORI,)), mori),
     ]
 
 

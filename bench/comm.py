@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bench.backends.deepep import DeepEPBackend
+from bench.backends.deepep_v2 import DeepEPV2Backend
+from bench.backends.flashinfer_a2a import FlashInferBackend
+from bench.backends.nccl_ep import NcclEpBackend
 from bench.backends.planned import comm_backends
 from bench.backends.torch_a2a import TorchBackend
 from lib.contract import Backend
@@ -16,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def backends(knobs: Knobs) -> list[Backend]:
-    every = [TorchBackend(with_experts=False), DeepEPBackend(), *comm_backends()]
+    every: list[Backend] = [TorchBackend(with_experts=False), DeepEPBackend()]
+    every += [DeepEPV2Backend(), NcclEpBackend(), FlashInferBackend()]
+    every += comm_backends()
     return [backend for name in knobs.comm_list for backend in every if backend.name == name]
 
 

@@ -6,6 +6,7 @@ A record is made by tools/record_signatures.py from the wheel that an adapter wa
 from __future__ import annotations
 
 import ast
+import enum
 import inspect
 import json
 from collections.abc import Callable
@@ -16,13 +17,24 @@ SIGNATURES = Path(__file__).resolve().parent / "signatures"
 Class = TypeVar("Class", bound=type)
 
 
-def recorded(file: str) -> dict[str, tuple[inspect.Signature, bool]]:
+def record_of(file: str, cls: str = "") -> dict[str, Any]:
+    """The record of a file's only class, or of one of several."""
+    record: dict[str, Any] = json.loads((SIGNATURES / file).read_text())
+    return record["classes"][cls] if cls else record
+
+
+def recorded(file: str, cls: str = "") -> dict[str, tuple[inspect.Signature, bool]]:
     """Each method of a record: the signature to bind a call with (without self), and whether it is static."""
-    methods = json.loads((SIGNATURES / file).read_text())["methods"]
+    methods = record_of(file, cls)["methods"]
     return {name: (_signature(told["parameters"]), told["static"]) for name, told in methods.items()}
 
 
-def enforced(file: str, attributes: set[str]) -> Callable[[Class], Class]:
+def recorded_enum(file: str, cls: str) -> Any:
+    """An IntEnum with the recorded members."""
+    return enum.IntEnum(cls, record_of(file, cls)["members"])
+
+
+def enforced(file: str, attributes: set[str], recorded_class: str = "") -> Callable[[Class], Class]:
     """Class decorator: each method binds its call to the record first (TypeError), and notes it in `cls.calls`.
 
     A recorded method that the fake lacks raises NotImplementedError; a public name that the record lacks, other than
@@ -30,8 +42,9 @@ def enforced(file: str, attributes: set[str]) -> Callable[[Class], Class]:
     """
 
     def decorate(cls: Class) -> Class:
-        methods = recorded(file)
-        surplus = {name for name in vars(cls) if not name.startswith("_")} - set(methods) - attributes
+        methods = recorded(file, recorded_class)
+        known = set(methods) | set(record_of(file, recorded_class).get("properties", ())) | attributes
+        surplus = {name for name in vars(cls) if not name.startswith("_")} - known
         assert not surplus, f"the recorded class has no {surplus}"
         for name, (signature, static) in methods.items():
             made = vars(cls).get(name)
@@ -45,10 +58,15 @@ def enforced(file: str, attributes: set[str]) -> Callable[[Class], Class]:
 
 
 def _signature(parameters: list[dict[str, str]]) -> inspect.Signature:
-    """Defaults are literals in every record so far; another one fails here."""
+    """A default that is no literal stands as its text: no fake may look at it."""
     made = []
     for told in parameters:
-        default = ast.literal_eval(told["default"]) if "default" in told else inspect.Parameter.empty
+        default: Any = inspect.Parameter.empty
+        if "default" in told:
+            try:
+                default = ast.literal_eval(told["default"])
+            except ValueError:
+                default = told["default"]
         made.append(inspect.Parameter(told["name"], getattr(inspect.Parameter, told["kind"]), default=default))
     return inspect.Signature(made)
 

@@ -59,46 +59,38 @@ def test_the_knobs_lists_choose_and_order_the_backends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("algo", "nccl_ep", "mscclpp", "mori"),
+    ("algo", "mscclpp", "mori"),
     [
-        ("ht", "nccl_ep_ht", "mscclpp_ht", ""),
-        ("ll", "nccl_ep_ll", "mscclpp_ll", "mori+v1_ll mori+async_ll"),
-        ("ht ll", "nccl_ep_ht nccl_ep_ll", "mscclpp_ht mscclpp_ll", "mori+v1_ll mori+async_ll"),
+        ("ht", "mscclpp_ht", ""),
+        ("ll", "mscclpp_ll", "mori+v1_ll mori+async_ll"),
+        ("ht ll", "mscclpp_ht mscclpp_ll", "mori+v1_ll mori+async_ll"),
     ],
 )
-def test_algo_chooses_modes_and_a_backend_without_modes_is_planned_once(
-    algo: str, nccl_ep: str, mscclpp: str, mori: str
-) -> None:
-    once = ("deepep_v2 deepep_v2+cached", "flashinfer", "mori+intranode mori+v1")
-    expected = f"{once[0]} {nccl_ep} {once[1]} {mscclpp} {once[2]} {mori}"
+def test_algo_chooses_modes_and_a_backend_without_modes_is_planned_once(algo: str, mscclpp: str, mori: str) -> None:
+    expected = f"{mscclpp} mori+intranode mori+v1 {mori}"
     assert names(comm.SECTION, ALGO=algo) == expected.split()
 
 
 def test_the_algo_column_is_blank_where_there_are_no_modes() -> None:
     found = {variant.name: variant.algo for _, variant in planned(comm.SECTION, parsed(ALGO="ht ll"))}
-    without = {"deepep_v2", "deepep_v2+cached", "flashinfer", "mori+intranode", "mori+v1"}
+    without = {"mori+intranode", "mori+v1"}
     assert {name for name, algo in found.items() if not algo} == without
     assert found["mori+v1_ll"] == "ll"
-    assert found["nccl_ep_ht"] == "ht"
+    assert found["mscclpp_ht"] == "ht"
 
 
 def test_a_dtype_and_an_sm_budget_make_a_case_each_where_the_library_has_them() -> None:
-    knobs = parsed(DISPATCH_DTYPE="bf16 fp8", NUM_SMS="0 24", ALGO="ht ll", COMM_LIST="deepep_v2 nccl_ep flashinfer")
+    knobs = parsed(DISPATCH_DTYPE="bf16 fp8", NUM_SMS="0 24", ALGO="ht ll", COMM_LIST="mscclpp mori")
     made = [(variant.name, variant.dispatch_dtype, variant.num_sms) for _, variant in planned(comm.SECTION, knobs)]
-    settings = [(dtype, budget) for dtype in ("bf16", "fp8") for budget in (0, 24)]
-    assert made == [
-        *(("deepep_v2", *setting) for setting in settings),
-        *(("deepep_v2+cached", *setting) for setting in settings),
-        ("nccl_ep_ht", "bf16", None),
-        ("nccl_ep_ll", "bf16", None),
-        ("nccl_ep_ll", "fp8", None),
-        ("flashinfer", "bf16", None),
-    ]
+    expected: list[tuple[str, str, int | None]] = [("mscclpp_ht", "bf16", budget) for budget in (0, 24)]
+    expected += [("mscclpp_ll", dtype, budget) for dtype in ("bf16", "fp8") for budget in (0, 24)]
+    names = ("mori+intranode", "mori+v1", "mori+v1_ll", "mori+async_ll")
+    assert made == expected + [(name, dtype, None) for name in names for dtype in ("bf16", "fp8")]
 
 
 def test_the_comm_column_names_the_library_alone() -> None:
     found = {variant.comm for _, variant in planned(comm.SECTION, parsed(ALGO="ht ll"))}
-    assert found == {"deepep_v2", "nccl_ep", "flashinfer", "mscclpp", "mori"}
+    assert found == {"mscclpp", "mori"}
 
 
 def test_a_suffix_stands_in_the_variant_and_in_the_kernel_of_those_that_have_the_option() -> None:
@@ -152,10 +144,10 @@ def test_mega_kernels_are_of_one_generation() -> None:
 
 
 def test_a_newer_gpu_than_the_oldest_that_will_do_is_good_enough() -> None:
-    assert verdicts(comm.SECTION, b200_quad(*PACKAGES), BLACKWELL)["nccl_ep_ht"] == ("unsupported", NO_ADAPTER)
+    assert verdicts(comm.SECTION, b200_quad(*PACKAGES), BLACKWELL)["mscclpp_ht"] == ("unsupported", NO_ADAPTER)
     ampere = machine(4, (8, 0), installed=PACKAGES)
     too_old = ("unsupported", f"{NO_ADAPTER}; needs sm_90 or newer, this is sm_80")
-    assert verdicts(comm.SECTION, ampere, BLACKWELL)["nccl_ep_ht"] == too_old
+    assert verdicts(comm.SECTION, ampere, BLACKWELL)["mscclpp_ht"] == too_old
 
 
 def test_rocm_libraries_do_not_run_on_cuda() -> None:
@@ -194,6 +186,6 @@ def test_memory_is_weights_in_their_format_and_buffers() -> None:
     for section in (comm.SECTION, split.SECTION, vllm_mega.SECTION):
         for backend, variant in planned(section, knobs):
             found[variant.name] = backend.memory_bytes(variant, problem)
-    assert found["deepep_v2"] == buffers
+    assert found["mscclpp_ht"] == buffers
     assert found["deepep_ht+deepgemm"] == weights + buffers
     assert found["vllm_deep_gemm_mega"] == weights // 2 + buffers

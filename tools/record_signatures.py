@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Write down the signatures of one class of a library, read from its Python source without importing it.
+"""Write down the signatures of a library's classes, read from its Python source without importing it.
 
-    record_signatures.py WHEEL_OR_FOLDER MODULE CLASS [--out FILE]
+    record_signatures.py WHEEL_OR_FOLDER MODULE CLASS [CLASS ...] [--out FILE]
 
 An EP library's extension needs a GPU to load, so a contract test can't ask the library itself; it asks this record,
 which was made from the very wheel that the adapter was verified with. Standard library only.
@@ -17,14 +17,14 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 USAGE_EXIT = 2
 KINDS = ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD", "VAR_POSITIONAL", "KEYWORD_ONLY", "VAR_KEYWORD")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Parameter = dict[str, str]
 Method = dict[str, "bool | list[Parameter]"]
-Record = dict[str, "str | dict[str, Method]"]
+Record = dict[str, Any]
 
 
 class UsageError(Exception):
@@ -33,7 +33,7 @@ class UsageError(Exception):
 
 class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; usage: {self.prog} WHEEL_OR_FOLDER MODULE CLASS [--out FILE]")
+        raise UsageError(f"{message}; usage: {self.prog} WHEEL_OR_FOLDER MODULE CLASS [CLASS ...] [--out FILE]")
 
 
 class Package:
@@ -127,27 +127,60 @@ def methods(definition: ast.ClassDef) -> dict[str, Method]:
         if "property" in decorators or any(name.endswith(".setter") for name in decorators):
             continue
         static = "staticmethod" in decorators
-        found[node.name] = {"static": static, "parameters": list(parameters(node, bound=not static))}
+        of_class = "classmethod" in decorators  # called without an instance as well; its first parameter is the class
+        told = list(parameters(node, bound=not static))
+        found[node.name] = {"static": static or of_class, "parameters": told}
+    if "__init__" not in found and (fields := dataclass_fields(definition)):
+        found["__init__"] = {"static": False, "parameters": fields}
     return found
 
 
-def record(path: Path, module: str, name: str) -> Record:
+def dataclass_fields(definition: ast.ClassDef) -> list[Parameter]:
+    """What a dataclass's own constructor takes; a decorator with another name may say that it is by keyword only."""
+    decorators = [ast.unparse(decorator) for decorator in definition.decorator_list]
+    if not any("dataclass" in name for name in decorators):
+        return []
+    plain = any(name.split("(")[0] in ("dataclass", "dataclasses.dataclass") for name in decorators)
+    kind = KINDS[1] if plain else KINDS[3]
+    fields = [node for node in definition.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    return [
+        {"name": ast.unparse(node.target), "kind": kind} | ({"default": ast.unparse(node.value)} if node.value else {})
+        for node in fields
+    ]
+
+
+def properties(definition: ast.ClassDef) -> list[str]:
+    nodes = [node for node in definition.body if isinstance(node, Function) and not node.name.startswith("_")]
+    return [node.name for node in nodes if "property" in {ast.unparse(found) for found in node.decorator_list}]
+
+
+def members(definition: ast.ClassDef) -> dict[str, int]:
+    """Names and values of an IntEnum."""
+    if not any("Enum" in ast.unparse(base) for base in definition.bases):
+        return {}
+    pairs = [node for node in definition.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)]
+    return {ast.unparse(node.targets[0]): int(str(ast.literal_eval(node.value))) for node in pairs}
+
+
+def record(path: Path, module: str, names: list[str]) -> Record:
+    """One class as it always was; several of them under their names."""
     package = Package(path)
-    try:
-        file, definition = find_class(package, module, name)
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} holds a source that does not parse: {error}") from error
-    except RecursionError as error:
-        raise UsageError(f"{module} imports {name} in a circle") from error
-    distribution, version = package.distribution(file)
-    return {
-        "distribution": distribution,
-        "version": version,
-        "module": module,
-        "class": name,
-        "source": file,
-        "methods": methods(definition),
-    }
+    made: list[Record] = []
+    for name in names:
+        try:
+            file, definition = find_class(package, module, name)
+        except (SyntaxError, UnicodeDecodeError) as error:
+            raise UsageError(f"{path} holds a source that does not parse: {error}") from error
+        except RecursionError as error:
+            raise UsageError(f"{module} imports {name} in a circle") from error
+        extras = {"members": members(definition), "properties": properties(definition)}
+        told = {name: value for name, value in extras.items() if value}
+        made.append({"source": file, **told, "methods": methods(definition)})
+    distribution, version = package.distribution(made[0]["source"])
+    head = {"distribution": distribution, "version": version, "module": module}
+    if len(names) == 1:
+        return {**head, "class": names[0], **made[0]}
+    return {**head, "classes": dict(zip(names, made, strict=True))}
 
 
 def as_json(value: object, depth: int = 0) -> str:
@@ -166,10 +199,11 @@ def run(arguments: list[str]) -> None:
     parser = OneLineParser(prog="record_signatures.py", description=__doc__, formatter_class=raw)
     parser.add_argument("path", metavar="WHEEL_OR_FOLDER", type=Path)
     parser.add_argument("module", metavar="MODULE", help="dotted name, such as deep_ep")
-    parser.add_argument("name", metavar="CLASS", help="such as Buffer; followed to where the module imports it from")
+    words = "such as Buffer; followed to where the module imports it from"
+    parser.add_argument("names", metavar="CLASS", nargs="+", help=words)
     parser.add_argument("--out", metavar="FILE", type=Path, help="instead of stdout")
     args = parser.parse_args(arguments)
-    text = as_json(record(args.path, args.module, args.name)) + "\n"
+    text = as_json(record(args.path, args.module, args.names)) + "\n"
     if args.out is None:
         sys.stdout.write(text)
         return

@@ -55,6 +55,15 @@ def cases() -> Iterator[tuple[str, Backend, Variant]]:
 VARIANTS = {name: variant for name, _, variant in cases()}
 
 
+def shapes_of(name: str) -> list[str]:
+    """fp8 differs in its format alone, so it needs fewer."""
+    return list(SHAPES) if name.endswith("bf16") else list(SHAPES)[::2]
+
+
+def faults_of(name: str) -> tuple[str, ...]:
+    return fake_exchange.FAULTS if name.endswith("bf16") else fake_exchange.FAULTS[:1]
+
+
 def inputs_of(problem: Problem, rank: int) -> tuple[Any, Inputs]:
     routing = make_routing(problem)
     count = routing.tokens_of(rank)
@@ -110,9 +119,9 @@ def try_variant(group: Group, backend: Backend, variant: Variant, calls: list[An
     calls.clear()
     engine = backend.open(group, variant, PAIR, KNOBS)
     found["calls"][f"{name} open"] = list(calls)
-    for shape, changes in SHAPES.items():
-        found["wrong"][f"{name}, {shape}"] = checked(engine, group, replace(PAIR, **changes))
-    for fault in fake_exchange.FAULTS:
+    for shape in shapes_of(name):
+        found["wrong"][f"{name}, {shape}"] = checked(engine, group, replace(PAIR, **SHAPES[shape]))
+    for fault in faults_of(name):
         found["teeth"][f"{name}, {fault}"] = checked(engine, group, PAIR, fault)
     session = engine.bind(PAIR, inputs_of(PAIR, group.rank)[1])
     run_phases(session)
@@ -126,7 +135,8 @@ def try_variant(group: Group, backend: Backend, variant: Variant, calls: list[An
     engine.close()
 
 
-def rank_main(rank: int, folder: str) -> None:
+def rank_main(rank: int, folder: str, pipes: tuple[Any, Any]) -> None:
+    fake_exchange.peer = pipes[rank]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     for adapter in (deepep_v2, nccl_ep):

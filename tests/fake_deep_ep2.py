@@ -1,4 +1,4 @@
-"""A `deep_ep` 2 for machines without a GPU: ElasticBuffer on CPU tensors, its exchange over gloo.
+"""A `deep_ep` 2 for machines without a GPU: ElasticBuffer on CPU tensors, two ranks.
 
 Signatures are those of the wheel (tests/signatures); asserts are the library's own. What is random on the GPU is
 random here: the slot that a token gets on each rank, and in an expert's rows, unless a handle is given.
@@ -97,7 +97,9 @@ class ElasticBuffer:
             for token in sent
         ]
         came = [part[self._rank] for part in gather(parts, self._group)]
-        whole = {name: torch.cat([part[name] for part in came if len(part["source"])] or [came[0][name]]) for name in came[0]}
+        whole = {
+            name: torch.cat([part[name] for part in came if len(part["source"])] or [came[0][name]]) for name in came[0]
+        }
         got, ids = from_bytes(whole["rows"], rows), whole["ids"].long()
         mine = (ids >= self._rank * local) & (ids < (self._rank + 1) * local)
         ids = torch.where(mine, ids - self._rank * local, -1)

@@ -1,4 +1,4 @@
-"""What the fakes of the communication libraries share: the exchange over gloo, checks of arguments, and faults."""
+"""What the fakes of the communication libraries share: the exchange, checks of arguments, and faults."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import sys
 import types
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,22 @@ from torch.utils._pytree import tree_map_only
 
 FAULTS = ("corrupt_row", "swap_rows", "lost_sum")
 fault = ""  # of rank 1, one of FAULTS
+peer: Connection | None = None  # the pipe to the other rank
 _random = torch.Generator()
 
 
 def gather(value: Any, group: Any = None) -> list[Any]:
-    """Every rank's value: a collective. bf16 and e4m3 travel as bytes."""
-    values: list[Any] = [None] * dist.get_world_size(group)
+    """Both ranks' values: a collective, over a pipe, since two gloo collectives a call would be most of the tests."""
+    assert dist.is_initialized(), "called after its process group"
+    assert peer is not None
     packed = tree_map_only(torch.Tensor, lambda t: t.contiguous().numpy(), value)
-    dist.all_gather_object(values, packed, group=group)
+    rank = dist.get_rank(group)
+    if rank == 0:
+        peer.send(packed)
+    other = peer.recv()
+    if rank == 1:
+        peer.send(packed)
+    values = [packed, other] if rank == 0 else [other, packed]
     return tree_map_only(np.ndarray, torch.from_numpy, values)
 
 

@@ -1,4 +1,4 @@
-"""FlashInfer's MoeAlltoAll for machines without a GPU: the workspace on the CPU, the exchange over gloo.
+"""FlashInfer's MoeAlltoAll for machines without a GPU: the workspace on the CPU.
 
 Its traps are here: the state machine, slots handed out anew in each dispatch, ids of -1 that go to rank 0, loads that
 want their payload aligned, slots that keep what lay in them, and a combine that takes the workspace's own tensor.
@@ -27,7 +27,9 @@ AUX_BYTES = 256
 class Mapping:
     calls: ClassVar[list[Any]] = []
 
-    def __init__(self, world_size: int, rank: int, tp_size: int, moe_tp_size: int, moe_ep_size: int, **more: Any) -> None:
+    def __init__(
+        self, world_size: int, rank: int, tp_size: int, moe_tp_size: int, moe_ep_size: int, **more: Any
+    ) -> None:
         assert tp_size * more["pp_size"] * more["cp_size"] == world_size
         assert moe_tp_size * moe_ep_size == tp_size
         self._ep_size, self._ep_rank = moe_ep_size, rank

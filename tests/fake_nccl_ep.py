@@ -1,4 +1,4 @@
-"""`nccl.core` and `nccl.ep` for machines without a GPU: groups and handles on CPU tensors, their exchange over gloo.
+"""`nccl.core` and `nccl.ep` for machines without a GPU: groups and handles on CPU tensors.
 
 Signatures are those of the wheels (tests/signatures), dataclasses and enums included; asserts are the library's own,
 whose real ones abort the process. Slots of ll are handed out anew in each dispatch, ht's by expert in each update.
@@ -174,9 +174,7 @@ class Handle:
         first, end_expert = self._rank * self._local, (self._rank + 1) * self._local
         here = [(ids >= first) & (ids < end_expert) for ids in everyone]
         if not self._by_expert:
-            copies = [
-                (source, int(token)) for source, mine in enumerate(here) for token in mine.any(1).nonzero()[:, 0]
-            ]
+            copies = [(source, int(token)) for source, mine in enumerate(here) for token in mine.any(1).nonzero()[:, 0]]
             if not self._made.high:
                 copies = [copies[i] for i in shuffled(len(copies)).tolist()]
                 copies.sort(key=lambda copy: copy[0])

@@ -63,7 +63,8 @@ class Plain:
     "other-9.dist-info/METADATA": "Name: other\nVersion: 9\n",
     "other-9.dist-info/RECORD": "other/__init__.py,sha256=x,1\n",
     "lib_of-1.5.post2.dist-info/METADATA": "Metadata-Version: 2.1\nName: lib-of\nVersion: 1.5.post2\n\nVersion: talk\n",
-    "lib_of-1.5.post2.dist-info/RECORD": "lib_of/__init__.py,,\nlib_of/inner/core.py,sha256=x,1\nlib_of/circle.py,,\nlib_of/parts.py,,\n",
+    "lib_of-1.5.post2.dist-info/RECORD": "lib_of/__init__.py,,\nlib_of/inner/core.py,sha256=x,1\nlib_of/circle.py,,\n"
+    "lib_of/parts.py,,\n",
 }
 POSITIONAL, BOTH = "POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD"
 STAR, KEYWORD, STARS = "VAR_POSITIONAL", "KEYWORD_ONLY", "VAR_KEYWORD"

@@ -64,6 +64,8 @@ class FlashInferSession(CommSession):
     }
 
     def __init__(self, engine: FlashInferEngine, problem: Problem, inputs: Inputs) -> None:
+        import torch
+
         super().__init__(engine.group, problem, inputs, engine.variant.dispatch_dtype)
         self.engine, self.exchange = engine, engine.exchange
         self.slots = max(problem.tokens, 1)
@@ -71,12 +73,16 @@ class FlashInferSession(CommSession):
         self.out = inputs.x.new_zeros(inputs.x.shape)
         self.declare("identity", included=True, quantize=self.dispatch_format == "fp8")
         values, scales = self.payload if isinstance(self.payload, tuple) else (self.payload, None)
+        # e4m3 as the bytes that it is: the library looks at sizes alone
+        values = values if scales is None else values.view(torch.uint8)
         sent = {"rows": values, "scales": scales, "ids": inputs.topk_idx.int(), "weights": inputs.topk_weights}
         # the wider a payload's loads, the earlier it lies: then each begins where its loads may begin
         self.sent = dict(sorted(((n, t) for n, t in sent.items() if t is not None), key=lambda p: -widest_load(p[1])))
         self.came: dict[str, torch.Tensor] = {}
 
     def _dispatch(self) -> None:
+        import torch
+
         self.mark_arrival()
         came = self.exchange.dispatch(
             self.routing,
@@ -86,6 +92,8 @@ class FlashInferSession(CommSession):
             expert_id_payload_index=list(self.sent).index("ids"),
         )
         self.came = dict(zip(self.sent, came, strict=True))
+        if self.dispatch_format == "fp8":
+            self.came["rows"] = self.came["rows"].view(torch.float8_e4m3fn)
         if self.staged is None:
             self.staged = self.exchange.get_combine_payload_tensor_in_workspace(
                 self.slots, self.problem.hidden, self.inputs.x.dtype

@@ -117,7 +117,12 @@ class NcclEpSession(CommSession):
 class ExpertSlots(NcclEpSession):
     """ll by expert: [L, R * capacity, H] slots. Combine applies the weights to the received rows as they lie."""
 
-    kernels = {"dispatch": [r"ll_dispatch"], "combine": [r"ll_combine"], "staging": [r"at::native"]}  # noqa: RUF012
+    kernels = {  # noqa: RUF012 - a constant of the class
+        "dispatch": [r"ll_dispatch"],
+        "combine": [r"ll_combine"],
+        "copies": [r"^Memcpy", r"^Memset"],
+        "staging": [r"at::native"],
+    }
 
     def __init__(self, engine: NcclEpEngine, problem: Problem, inputs: Inputs) -> None:
         import torch

@@ -112,6 +112,9 @@ class NcclEpSession(CommSession):
         self.handle.destroy()
         self.ep_group.destroy()
         super().close()
+        # the descriptors hold the buffers, and these are by expert the largest of the machine
+        self.dispatch_inputs = self.dispatch_outputs = self.combine_inputs = self.combine_outputs = None
+        self.recv_ids = self.recv_weights = None
 
 
 class ExpertSlots(NcclEpSession):

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from bench.backends.deepep import DeepEPBackend
 from bench.backends.mori import MoriBackend
 from bench.backends.mscclpp import MscclppBackend
-from bench.backends.planned import comm_backends
+from bench.backends.deepep_v2 import DeepEPV2Backend
+from bench.backends.flashinfer_a2a import FlashInferBackend
+from bench.backends.nccl_ep import NcclEpBackend
 from bench.backends.torch_a2a import TorchBackend
 from lib.contract import Backend
 from lib.plan import Section
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def backends(knobs: Knobs) -> list[Backend]:
-    every = [TorchBackend(with_experts=False), DeepEPBackend(), MscclppBackend(), MoriBackend(), *comm_backends()]
+    every: list[Backend] = [TorchBackend(with_experts=False), DeepEPBackend(), DeepEPV2Backend(), NcclEpBackend()]
+    every += [FlashInferBackend(), MscclppBackend(), MoriBackend()]
     return [backend for name in knobs.comm_list for backend in every if backend.name == name]
 
 

@@ -114,14 +114,14 @@ class Phase:
 class Received:
     """What this rank got from the last dispatch, for the exactness check.
 
-    rows [n, H] in the wire's dtype · scales [n, S] float32 or None · source_rank [n] int64 · source_token [n] int64,
-    or None where the library does not tell (the payload then identifies it) · experts [n, k] int64 global ids, -1 =
-    not on this rank (k = K where a token comes once a rank, 1 where it comes once an expert) · weights [n, k] float32,
-    or None where the library keeps them at the source.
+    rows [n, H] in the wire's dtype · scales [n, S] float32 or None · source_rank, source_token [n] int64, each None
+    where the library does not tell (the payload then identifies it) · experts [n, k] int64 global ids, -1 = not on
+    this rank (k = K where a token comes once a rank, 1 where it comes once an expert) · weights [n, k] float32, or
+    None where the library keeps them at the source.
     """
 
     rows: torch.Tensor
-    source_rank: torch.Tensor
+    source_rank: torch.Tensor | None
     source_token: torch.Tensor | None
     experts: torch.Tensor
     weights: torch.Tensor | None

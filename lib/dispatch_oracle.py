@@ -88,8 +88,7 @@ class _Arrivals:
         self.ids = torch.where((ids >= self.first_expert) & (ids < self.end_expert), ids, -1)
         self.weights = torch.from_numpy(routing.topk_weights).to(device).flatten(0, 1)
         self.per_selection = received.experts.dim() == 2 and received.experts.shape[1] == 1 < problem.topk
-        self.source = received.source_rank.long()
-        self.token = self.source
+        self.source = self.token = torch.empty(0, dtype=torch.int64, device=device)  # range_trouble tells them
 
     def shape_trouble(self) -> str:
         got, count = self.got, len(self.got.rows)
@@ -112,9 +111,12 @@ class _Arrivals:
 
     def range_trouble(self) -> str:
         got, tokens = self.got, self.problem.tokens
-        if got.source_token is None:
-            self.token = decode_rows(formats.dequantize(formats.Quantized(got.format, got.rows, got.scales)))[1]
-        else:
+        if got.source_rank is None or got.source_token is None:
+            rows = formats.dequantize(formats.Quantized(got.format, got.rows, got.scales))
+            self.source, self.token = decode_rows(rows)
+        if got.source_rank is not None:
+            self.source = got.source_rank.long()
+        if got.source_token is not None:
             self.token = got.source_token.long()
         bad = (self.source < 0) | (self.source >= self.problem.world) | (self.token < 0) | (self.token >= tokens)
         if bad.any():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import enum
 import inspect
 import json
 from collections.abc import Callable
@@ -19,7 +20,7 @@ Class = TypeVar("Class", bound=type)
 
 
 @cache
-def _part(file: str, name: str) -> dict[str, Any]:
+def record_of(file: str, name: str) -> dict[str, Any]:
     """A record, or the part of it that is the class or function `name`."""
     record: dict[str, Any] = json.loads((SIGNATURES / file).read_text())
     if not name:
@@ -29,16 +30,16 @@ def _part(file: str, name: str) -> dict[str, Any]:
 
 def recorded(file: str, part: str = "") -> dict[str, tuple[inspect.Signature, bool]]:
     """Each method of a record: the signature to bind a call with (without self), and whether it is static."""
-    methods = _part(file, part)["methods"]
+    methods = record_of(file, part)["methods"]
     return {name: (_signature(told["parameters"]), told["static"]) for name, told in methods.items()}
 
 
 def recorded_function(file: str, name: str) -> inspect.Signature:
-    return _signature(_part(file, name)["parameters"])
+    return _signature(record_of(file, name)["parameters"])
 
 
 def recorded_module(file: str, name: str) -> str:
-    return str(_part(file, name)["module"])
+    return str(record_of(file, name)["module"])
 
 
 def recorded_dataclass(file: str, name: str) -> type:
@@ -53,6 +54,11 @@ def recorded_dataclass(file: str, name: str) -> type:
     return dataclasses.make_dataclass(name, made)
 
 
+def recorded_enum(file: str, name: str) -> Any:
+    """An IntEnum with the recorded members."""
+    return enum.IntEnum(name, record_of(file, name)["members"])
+
+
 def enforced(file: str, attributes: set[str], part: str = "") -> Callable[[Class], Class]:
     """Class decorator: each method binds its call to the record first (TypeError), and notes it in `cls.calls`.
 
@@ -62,7 +68,8 @@ def enforced(file: str, attributes: set[str], part: str = "") -> Callable[[Class
 
     def decorate(cls: Class) -> Class:
         methods = recorded(file, part)
-        surplus = {name for name in vars(cls) if not name.startswith("_")} - set(methods) - attributes
+        known = set(methods) | set(record_of(file, part).get("properties", ())) | attributes
+        surplus = {name for name in vars(cls) if not name.startswith("_")} - known
         assert not surplus, f"the recorded class has no {surplus}"
         for name, (signature, static) in methods.items():
             made = vars(cls).get(name)

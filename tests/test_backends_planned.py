@@ -74,17 +74,12 @@ def test_the_algo_column_is_blank_where_there_are_no_modes() -> None:
 
 
 def test_a_dtype_and_an_sm_budget_make_a_case_each_where_the_library_has_them() -> None:
-    knobs = parsed(DISPATCH_DTYPE="bf16 fp8", NUM_SMS="0 24", ALGO="ht ll", COMM_LIST="deepep_v2 nccl_ep flashinfer")
+    knobs = parsed(DISPATCH_DTYPE="bf16 fp8", NUM_SMS="0 24", ALGO="ht ll", COMM_LIST="mscclpp mori")
     made = [(variant.name, variant.dispatch_dtype, variant.num_sms) for _, variant in planned(comm.SECTION, knobs)]
-    settings = [(dtype, budget) for dtype in ("bf16", "fp8") for budget in (0, 24)]
-    assert made == [
-        *(("deepep_v2", *setting) for setting in settings),
-        *(("deepep_v2+cached", *setting) for setting in settings),
-        ("nccl_ep_ht", "bf16", None),
-        ("nccl_ep_ll", "bf16", None),
-        ("nccl_ep_ll", "fp8", None),
-        ("flashinfer", "bf16", None),
-    ]
+    expected: list[tuple[str, str, int | None]] = [("mscclpp_ht", "bf16", budget) for budget in (0, 24)]
+    expected += [("mscclpp_ll", dtype, budget) for dtype in ("bf16", "fp8") for budget in (0, 24)]
+    names = ("mori+intranode", "mori+v1", "mori+v1_ll", "mori+async_ll")
+    assert made == expected + [(name, dtype, None) for name in names for dtype in ("bf16", "fp8")]
 
 
 def test_the_comm_column_names_the_library_alone() -> None:
@@ -123,10 +118,10 @@ def test_only_what_is_not_installed_is_named() -> None:
 
 
 def test_a_newer_gpu_than_the_oldest_that_will_do_is_good_enough() -> None:
-    assert verdicts(comm.SECTION, b200_quad(*PACKAGES), BLACKWELL)["nccl_ep_ht"] == ("unsupported", NO_ADAPTER)
+    assert verdicts(comm.SECTION, b200_quad(*PACKAGES), BLACKWELL)["mscclpp_ht"] == ("unsupported", NO_ADAPTER)
     ampere = machine(4, (8, 0), installed=PACKAGES)
     too_old = ("unsupported", f"{NO_ADAPTER}; needs sm_90 or newer, this is sm_80")
-    assert verdicts(comm.SECTION, ampere, BLACKWELL)["nccl_ep_ht"] == too_old
+    assert verdicts(comm.SECTION, ampere, BLACKWELL)["mscclpp_ht"] == too_old
 
 
 def test_cuda_libraries_do_not_run_on_rocm() -> None:
@@ -165,6 +160,6 @@ def test_memory_is_weights_in_their_format_and_buffers() -> None:
     for section in (comm.SECTION, split.SECTION, vllm_mega.SECTION):
         for backend, variant in planned(section, knobs):
             found[variant.name] = backend.memory_bytes(variant, problem)
-    assert found["deepep_v2"] == buffers
+    assert found["mscclpp_ht"] == buffers
     assert found["deepep_ht+deepgemm"] == weights + buffers
     assert found["vllm_deep_gemm_mega"] == weights // 2 + buffers

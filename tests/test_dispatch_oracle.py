@@ -118,6 +118,27 @@ def test_a_right_dispatch_passes_without_source_tokens_and_weights() -> None:
     assert verdict(replace(arrived(1, fmt="fp8"), source_token=None, weights=None)) == ""
 
 
+@LAYOUTS
+@pytest.mark.parametrize("fmt", ["bf16", "fp8"])
+def test_a_right_dispatch_passes_without_any_source(per_selection: bool, fmt: str) -> None:
+    assert verdict(replace(arrived(1, per_selection, fmt), source_rank=None, source_token=None)) == ""
+
+
+@LAYOUTS
+def test_a_library_that_shows_no_source_cannot_lose_double_or_tear_a_row(per_selection: bool) -> None:
+    received = replace(arrived(1, per_selection), source_rank=None, source_token=None)
+    assert "did not come" in verdict(without(received, 4))
+    assert "came twice" in verdict(without(received, len(received.rows), again=3))
+    received.rows[2, -1] = -received.rows[2, -1]
+    assert "has at value" in verdict(received)
+
+
+def test_a_row_that_nobody_wrote_is_no_copy_of_a_library_that_shows_no_source() -> None:
+    received = replace(arrived(1), source_rank=None, source_token=None)
+    received.rows[2] = float("nan")
+    assert verdict(received) != ""
+
+
 def test_a_library_that_shows_no_tokens_cannot_swap_two_rows() -> None:
     received = replace(arrived(1), source_token=None)
     received.rows[[0, 1]] = received.rows[[1, 0]]

@@ -61,9 +61,15 @@ def test_lists_multiply_where_the_backend_has_them() -> None:
         "deepep_ll": 2 * points_and_timings,
         "deepep_v2": 4 * points_and_timings,
         "deepep_v2+cached": 4 * points_and_timings,
-        "nccl_ep_ht": 1 * points_and_timings,
-        "nccl_ep_ll": 2 * points_and_timings,
-        "flashinfer": 1 * points_and_timings,
+        "deepep_v2+expert_major": 4 * points_and_timings,
+        "deepep_v2+expert_major+cached": 4 * points_and_timings,
+        "nccl_ep_ht": 4 * points_and_timings,
+        "nccl_ep_ht+cached": 4 * points_and_timings,
+        "nccl_ep_ht+expert_major": 4 * points_and_timings,
+        "nccl_ep_ht+expert_major+cached": 4 * points_and_timings,
+        "nccl_ep_ll": 4 * points_and_timings,
+        "nccl_ep_ll+rank_major": 4 * points_and_timings,
+        "flashinfer": 2 * points_and_timings,  # dtypes; no SM budget
         "mscclpp_ht": 2 * points_and_timings,  # bf16 alone, budgets
         "mscclpp_ht+cached": 2 * points_and_timings,
         "mscclpp_ht+rank_major": 2 * points_and_timings,

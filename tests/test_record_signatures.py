@@ -55,13 +55,33 @@ class Real:
 
     def _private(self): ...
 """,
+    "lib_of/parts.py": """
+from enum import IntEnum
+
+class Kind(IntEnum):
+    \"\"\"Which.\"\"\"
+
+    SLOW = 0
+    FAST = 2
+
+@binding_dataclass(_bindings.Config)
+class Config:
+    kind: Kind = Kind.SLOW
+    must: int
+    mine: list = field(default_factory=list)
+
+@dataclass
+class Plain:
+    first: int
+    second: int = 1
+""",
     "lib_of/broken.py": "class Real:\n    def (\n",
     "lib_of/circle.py": "from .circle import Real\n",
     "other-9.dist-info/METADATA": "Name: other\nVersion: 9\n",
     "other-9.dist-info/RECORD": "other/__init__.py,sha256=x,1\n",
     "lib_of-1.5.post2.dist-info/METADATA": "Metadata-Version: 2.1\nName: lib-of\nVersion: 1.5.post2\n\nVersion: talk\n",
     "lib_of-1.5.post2.dist-info/RECORD": "lib_of/__init__.py,,\nlib_of/inner/core.py,sha256=x,1\nlib_of/circle.py,,\n"
-    "lib_of/configs.py,,\n",
+    "lib_of/configs.py,,\nlib_of/parts.py,,\n",
 }
 POSITIONAL, BOTH = "POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD"
 STAR, KEYWORD, STARS = "VAR_POSITIONAL", "KEYWORD_ONLY", "VAR_KEYWORD"
@@ -103,7 +123,8 @@ def test_the_record_holds_version_place_and_every_public_method(wheel: Path, tmp
     assert (record["distribution"], record["version"]) == ("lib-of", "1.5.post2")
     assert (record["module"], record["class"], record["source"]) == ("lib_of", "Shown", "lib_of/inner/core.py")
     assert list(record["methods"]) == ["__init__", "send", "hint", "made", "wait"]
-    assert [name for name, method in record["methods"].items() if method["static"]] == ["hint"]
+    assert [name for name, method in record["methods"].items() if method["static"]] == ["hint", "made"]
+    assert record["properties"] == ["rank"]
 
 
 def test_parameters_keep_order_kind_and_the_text_of_their_default(wheel: Path) -> None:
@@ -167,6 +188,21 @@ def test_a_wrong_command_gets_one_sentence_and_exit_2(
     assert run.stderr.count("\n") == 1
 
 
+def test_several_classes_come_under_their_names_with_enum_members_and_dataclass_fields(wheel: Path) -> None:
+    words = [word for name in ("Kind", "Config", "Plain") for word in ("lib_of.parts", name)]
+    record = json.loads(tool(wheel, *words).stdout)
+    classes = {part["class"]: part for part in record["parts"]}
+    assert (list(classes), record["version"]) == (["Kind", "Config", "Plain"], "1.5.post2")
+    assert classes["Kind"]["members"] == {"SLOW": 0, "FAST": 2}
+    made = {name: classes[name]["methods"]["__init__"]["parameters"] for name in ("Config", "Plain")}
+    assert made["Config"] == [
+        {"name": "kind", "kind": KEYWORD, "default": "Kind.SLOW"},
+        {"name": "must", "kind": KEYWORD},
+        {"name": "mine", "kind": KEYWORD, "default": "None"},
+    ]
+    assert made["Plain"] == [{"name": "first", "kind": BOTH}, {"name": "second", "kind": BOTH, "default": "1"}]
+
+
 def test_a_source_that_no_distribution_lists_has_no_version(folder: Path) -> None:
     (folder / "lib_of-1.5.post2.dist-info" / "RECORD").unlink()
     run = tool(folder, "lib_of", "Shown")
@@ -179,6 +215,23 @@ def test_the_records_of_the_mega_layers_are_of_the_versions_they_name(version: s
     name = f"flashinfer_{version.removesuffix('.post1')}.json"
     record = json.loads((ROOT / "tests" / "signatures" / name).read_text())
     assert (record["distribution"], record["version"]) == ("flashinfer-python", version)
+
+
+RECORDED = {
+    "deep_ep_2.1.0.json": ("tokenspeed-deepep", "2.1.0.post20260801"),
+    "nccl_ep_0.1.0.json": ("nccl-extensions", "0.1.0"),
+    "nccl4py_communicator_0.6.0.json": ("nccl4py", "0.6.0"),
+    "nccl4py_unique_id_0.6.0.json": ("nccl4py", "0.6.0"),
+    "flashinfer_alltoall_0.6.18.json": ("flashinfer-python", "0.6.18.post1"),
+    "flashinfer_mnnvl_0.6.18.json": ("flashinfer-python", "0.6.18.post1"),
+    "flashinfer_mapping_0.6.18.json": ("flashinfer-python", "0.6.18.post1"),
+}
+
+
+@pytest.mark.parametrize("file", RECORDED)
+def test_the_other_committed_records_are_of_the_wheels_that_the_adapters_name(file: str) -> None:
+    record = json.loads((ROOT / "tests" / "signatures" / file).read_text())
+    assert (record["distribution"], record["version"]) == RECORDED[file]
 
 
 def test_the_committed_record_is_of_the_wheel_that_was_measured() -> None:

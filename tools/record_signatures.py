@@ -136,20 +136,40 @@ def methods(definition: ast.ClassDef) -> dict[str, Method]:
         if "property" in decorators or any(name.endswith(".setter") for name in decorators):
             continue
         static = "staticmethod" in decorators
-        found[node.name] = {"static": static, "parameters": list(parameters(node, bound=not static))}
-    if "__init__" not in found and any(ast.unparse(made).startswith("dataclass") for made in definition.decorator_list):
+        of_class = "classmethod" in decorators  # called without an instance as well; its first parameter is the class
+        told = list(parameters(node, bound=not static))
+        found[node.name] = {"static": static or of_class, "parameters": told}
+    if "__init__" not in found and any("dataclass" in ast.unparse(made) for made in definition.decorator_list):
         constructor: Method = {"static": False, "parameters": list(fields(definition))}
         found = {"__init__": constructor, **found}
     return found
 
 
+def properties(definition: ast.ClassDef) -> list[str]:
+    nodes = [node for node in definition.body if isinstance(node, Function) and not node.name.startswith("_")]
+    return [node.name for node in nodes if "property" in {ast.unparse(found) for found in node.decorator_list}]
+
+
+def members(definition: ast.ClassDef) -> dict[str, int]:
+    """Names and values of an IntEnum."""
+    if not any("Enum" in ast.unparse(base) for base in definition.bases):
+        return {}
+    pairs = [node for node in definition.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)]
+    return {ast.unparse(node.targets[0]): int(str(ast.literal_eval(node.value))) for node in pairs}
+
+
 def fields(definition: ast.ClassDef) -> Iterator[Parameter]:
-    """A dataclass's own fields as its constructor's parameters, those given by keyword only last."""
+    """A dataclass's own fields as its constructor's parameters, those given by keyword only last.
+
+    A decorator of the library's own, which is no `dataclass` by name, takes all by keyword only.
+    """
+    names = {ast.unparse(made).split("(")[0] for made in definition.decorator_list}
+    usual = KINDS[1] if names & {"dataclass", "dataclasses.dataclass"} else KINDS[3]
     keyword_only = []
     for node in definition.body:
         if not isinstance(node, ast.AnnAssign) or "ClassVar" in ast.unparse(node.annotation):
             continue
-        told, kind = {"name": ast.unparse(node.target)}, KINDS[1]
+        told, kind = {"name": ast.unparse(node.target)}, usual
         if isinstance(node.value, ast.Call) and ast.unparse(node.value.func).endswith("field"):
             given = {word.arg: ast.unparse(word.value) for word in node.value.keywords}
             kind = KINDS[3] if given.get("kw_only") == "True" else kind
@@ -177,7 +197,9 @@ def record(path: Path, module: str, name: str, checkout: str = "") -> Record:
     distribution, version = (repository, commit) if checkout else package.distribution(file)
     made: Record = {"distribution": distribution, "version": version, "module": module}
     if isinstance(definition, ast.ClassDef):
-        return made | {"class": name, "source": file, "methods": methods(definition)}
+        extras = {"members": members(definition), "properties": properties(definition)}
+        told = {what: value for what, value in extras.items() if value}
+        return made | {"class": name, "source": file, **told, "methods": methods(definition)}
     return made | {"function": name, "source": file, "parameters": list(parameters(definition, bound=False))}
 
 

@@ -71,7 +71,6 @@ DEEPEP = ("deep_ep", "DeepEP (https://github.com/deepseek-ai/DeepEP)")
 VLLM = ("vllm", "vLLM (pip install vllm)")
 FLASHINFER = ("flashinfer", "FlashInfer (pip install flashinfer-python)")
 DEEPGEMM = ("deep_gemm", "DeepGEMM (https://github.com/deepseek-ai/DeepGEMM)")
-NCCL_EP = ("nccl.ep", "NCCL-EP (pip install nccl-extensions)")
 
 
 def comm_variants(
@@ -87,24 +86,10 @@ def comm_variants(
     ]
 
 
-def deepep_v2(knobs: Knobs) -> list[Variant]:
-    return comm_variants("deepep_v2", knobs) + comm_variants("deepep_v2+cached", knobs, handle="cached")
-
-
-def nccl_ep(knobs: Knobs) -> list[Variant]:
-    found = [comm_variants(f"nccl_ep_{algo}", knobs, algo, fp8=algo == "ll", sms=False) for algo in knobs.algos]
-    return [variant for variants in found for variant in variants]
-
-
-def flashinfer(knobs: Knobs) -> list[Variant]:
-    return comm_variants("flashinfer", knobs, fp8=False, sms=False)
 
 
 def comm_backends() -> list[Backend]:
     return [
-        PlannedBackend("deepep_v2", "deepep_v2", Needs(packages=(DEEPEP,)), deepep_v2),
-        PlannedBackend("nccl_ep", "nccl_ep", Needs(packages=(NCCL_EP,)), nccl_ep),
-        PlannedBackend("flashinfer", "flashinfer", Needs(packages=(FLASHINFER,)), flashinfer),
     ]
 
 

@@ -50,6 +50,7 @@ OPERANDS: dict[str, tuple[str, str]] = {
     "bf16": ("bf16", "bf16"),
     "fp8": ("fp8", "fp8_block"),
     "fp8_rowwise": ("fp8_rowwise", "fp8_rowwise"),
+    "fp8_e8m0": ("fp8_e8m0", "fp8_block_e8m0"),  # fp8 with scales rounded up to powers of two
     "mxfp8": ("mxfp8", "mxfp8"),
     "nvfp4": ("nvfp4", "nvfp4"),
     "mxfp8_mxfp4": ("mxfp8", "mxfp4"),  # DeepGEMM's mega kernel
@@ -83,6 +84,7 @@ LIMITS: dict[str, MoeLimits] = {
     "bf16": MoeLimits(0.08, 0.015, 0.15),
     "fp8": MoeLimits(0.35, 0.07, 0.7),
     "fp8_rowwise": MoeLimits(0.35, 0.07, 0.9),
+    "fp8_e8m0": MoeLimits(0.4, 0.1, 1.2),
     "mxfp8": MoeLimits(0.4, 0.1, 1.2),
     "mxfp8_mxfp4": MoeLimits(0.4, 0.1, 1.2),
     "nvfp4": MoeLimits(1.0, 0.27, 1.8),

@@ -53,9 +53,7 @@ class PlannedBackend(Backend):
         return self.make(knobs)
 
     def supports(self, variant: Variant, machine: Machine, problem: Problem, knobs: Knobs) -> Support:
-        if reason := variant.option("skipped"):
-            return Support("skipped", reason)
-        hardware = self.needs.hardware(machine).reason or variant.option("unsupported")
+        hardware = self.needs.hardware(machine).reason
         reason = f"{NO_ADAPTER}; {hardware}" if hardware else NO_ADAPTER
         return needs_packages(machine, dict(self.needs.packages), unsupported(reason))
 
@@ -68,7 +66,6 @@ class PlannedBackend(Backend):
 
 
 DEEPEP = ("deep_ep", "DeepEP (https://github.com/deepseek-ai/DeepEP)")
-VLLM = ("vllm", "vLLM (pip install vllm)")
 FLASHINFER = ("flashinfer", "FlashInfer (pip install flashinfer-python)")
 DEEPGEMM = ("deep_gemm", "DeepGEMM (https://github.com/deepseek-ai/DeepGEMM)")
 NCCL_EP = ("nccl.ep", "NCCL-EP (pip install nccl-extensions)")
@@ -123,38 +120,6 @@ def comm_backends() -> list[Backend]:
         PlannedBackend("mscclpp", "mscclpp", Needs(packages=(MSCCLPP,)), mscclpp),
         PlannedBackend("mori", "mori", Needs(vendor="rocm", packages=(MORI,)), mori),
     ]
-
-
-def split_variants(experts: str, knobs: Knobs) -> list[Variant]:
-    found = []
-    for algo in knobs.algos:
-        refused = (algo, experts) == ("ll", "trtllm")
-        options = (("unsupported", "ALGO=ll delivers batched experts, which trtllm does not take"),) if refused else ()
-        found.append(Variant(f"deepep_{algo}+{experts}", "deepep", experts, algo, "fp8", "bf16", options=options))
-    return found
-
-
-def split_backends() -> list[Backend]:
-    needs = {
-        "deepgemm": Needs(packages=(VLLM, DEEPEP), weight_bytes=FP8_BYTES),
-        "triton": Needs(packages=(VLLM, DEEPEP), weight_bytes=FP8_BYTES),
-        "trtllm": Needs(sm=BLACKWELL, sm_major=10, packages=(VLLM, DEEPEP, FLASHINFER), weight_bytes=FP8_BYTES),
-    }
-    return [
-        PlannedBackend(name, "vllm", need, lambda knobs, name=name: split_variants(name, knobs))  # type: ignore[misc]
-        for name, need in needs.items()
-    ]
-
-
-def vllm_mega_variants(knobs: Knobs) -> list[Variant]:
-    left_out = not knobs.vllm_mega and knobs.all_sections
-    options = (("skipped", "VLLM_MEGA=0"),) if left_out else ()
-    return [Variant("vllm_deep_gemm_mega", "vllm", "deep_gemm_mega", "", "fp8", "bf16", options=options)]
-
-
-def vllm_mega_backends() -> list[Backend]:
-    needs = Needs(sm=BLACKWELL, sm_major=10, packages=(VLLM, DEEPGEMM), weight_bytes=FP4_BYTES)
-    return [PlannedBackend("vllm_deep_gemm_mega", "vllm", needs, vllm_mega_variants)]
 
 
 def fi_mega_variants(name: str, knobs: Knobs) -> list[Variant]:

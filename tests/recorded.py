@@ -22,6 +22,12 @@ def recorded(file: str) -> dict[str, tuple[inspect.Signature, bool]]:
     return {name: (_signature(told["parameters"]), told["static"]) for name, told in methods.items()}
 
 
+def recorded_api(file: str) -> dict[str, inspect.Signature]:
+    """Each call of a record made by tools/record_api.py, `module:name` or `module:Class.method`, without self."""
+    told = json.loads((SIGNATURES / file).read_text())["signatures"]
+    return {name: _signature(parameters) for name, parameters in told.items()}
+
+
 def enforced(file: str, attributes: set[str]) -> Callable[[Class], Class]:
     """Class decorator: each method binds its call to the record first (TypeError), and notes it in `cls.calls`.
 
@@ -44,11 +50,23 @@ def enforced(file: str, attributes: set[str]) -> Callable[[Class], Class]:
     return decorate
 
 
+class NoLiteral(str):
+    """A default that only the library itself can evaluate, as its source spells it."""
+
+
+def _default(told: dict[str, str]) -> Any:
+    if "default" not in told:
+        return inspect.Parameter.empty
+    try:
+        return ast.literal_eval(told["default"])
+    except ValueError:
+        return NoLiteral(told["default"])
+
+
 def _signature(parameters: list[dict[str, str]]) -> inspect.Signature:
-    """Defaults are literals in every record so far; another one fails here."""
     made = []
     for told in parameters:
-        default = ast.literal_eval(told["default"]) if "default" in told else inspect.Parameter.empty
+        default = _default(told)
         made.append(inspect.Parameter(told["name"], getattr(inspect.Parameter, told["kind"]), default=default))
     return inspect.Signature(made)
 

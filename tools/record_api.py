@@ -36,12 +36,12 @@ def find(package: Package, module: str, name: str) -> tuple[str, Function | ast.
         if isinstance(node, Function | ast.ClassDef) and node.name == name:
             return file, node
     parent = module if file.endswith("/__init__.py") else module.rpartition(".")[0]
-    for node in ast.walk(tree):  # a package may import behind an `if`
-        if not isinstance(node, ast.ImportFrom):
+    for imported in ast.walk(tree):  # a package may import behind an `if`
+        if not isinstance(imported, ast.ImportFrom):
             continue
-        for alias in node.names:
+        for alias in imported.names:
             if (alias.asname or alias.name) == name:
-                return find(package, absolute(node, parent), alias.name)
+                return find(package, absolute(imported, parent), alias.name)
     raise UsageError(f"{file} has no {name}")
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 BLOCK_SHAPE = [SCALE_BLOCK, SCALE_BLOCK]
+FP8_UTILS = "vllm.model_executor.layers.quantization.utils.fp8_utils"
 HT_CLASS = f"{FUSED_MOE}.prepare_finalize.deepep_ht:DeepEPHTPrepareAndFinalize"
 LL_CLASS = f"{FUSED_MOE}.prepare_finalize.deepep_ll:DeepEPLLPrepareAndFinalize"
 EXPERTS = {  # (algo, experts) -> where the class is, in all versions

@@ -46,9 +46,7 @@ class SymmBuffer:
         self.destroyed = True
 
 
-def stage(
-    hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *out: torch.Tensor
-) -> None:
+def stage(hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *out: torch.Tensor) -> None:
     """Into the buffer's views; the values carry their scales here."""
     x, _, ids, weights = out
     if len(hidden_states):

@@ -21,10 +21,12 @@ from lib.problem import Problem
 from lib.timing import run_phases
 from tests import fake_deep_ep, fake_vllm
 from tests.deepep_ranks import inputs_of
+from tests.fake_vllm_experts import FAULTS
 
 CPU = torch.device("cpu")
 FACTS = MachineFacts(gpu_count=8, sm=(9, 0))
-PAIR = Problem(world=2, nodes=1, tokens=6, num_experts=8, topk=3, hidden=2048, inter=256, seed=0, routing="uniform")
+PAIR = Problem(world=2, nodes=1, tokens=6, num_experts=8, topk=3, hidden=512, inter=256, seed=0, routing="uniform")
+LL_PAIR = replace(PAIR, hidden=2048, inter=128, num_experts=6)  # ll is compiled for hidden sizes from 2048 on
 SHAPES: dict[str, dict[str, Any]] = {
     "masks and an empty rank": {"routing": "uniform,mask=0.4,empty=1", "tokens": 5},
     "all to one rank": {"routing": "onehot"},
@@ -47,6 +49,13 @@ def variants() -> dict[str, tuple[Backend, Variant]]:
 
 
 VARIANTS = variants()
+BROKEN = ("deepep_ht+deepgemm", "deepep_ll+deepgemm")  # whose faults must be seen, one of each mode
+OTHER_VERSIONS = {version for version in fake_vllm.VERSIONS if version != MAIN}
+IN_OTHER_VERSIONS = (*BROKEN, "vllm_deep_gemm_mega")
+
+
+def pair_of(name: str) -> Problem:
+    return LL_PAIR if VARIANTS[name][1].algo == "ll" else PAIR
 
 
 def checked(engine: Any, group: Group, problem: Problem, state: Any, fault: str = "") -> str:
@@ -57,8 +66,8 @@ def checked(engine: Any, group: Group, problem: Problem, state: Any, fault: str 
     session.call()
     state.fault = fault
     checker = Checker(session, inputs, problem, routing, group)
-    found = checker.before(2)
-    if not found:
+    found = checker.before(1)
+    if not found and not fault:
         session.call()
         checker.between_series(None)
         run_phases(session)
@@ -89,51 +98,38 @@ def steps(state: Any, buffer_calls: list[Any], run: Any) -> list[str]:
 
 def of_variant(group: Group, name: str, state: Any, asked: Knobs, shapes: dict[str, Any]) -> dict[str, Any]:
     backend, variant = VARIANTS[name]
-    buffer_calls = fake_deep_ep.Buffer.calls
+    problem, buffer_calls = pair_of(name), fake_deep_ep.Buffer.calls
     buffer_calls.clear()
-    engine: Any = backend.open(group, variant, PAIR, asked)
+    engine: Any = backend.open(group, variant, problem, asked)
     found: dict[str, Any] = {"open": list(buffer_calls)}
-    found["wrong"] = {shape: checked(engine, group, replace(PAIR, **more), state) for shape, more in shapes.items()}
-    found["wrong"]["uniform"] = checked(engine, group, PAIR, state)
-    session = engine.bind(PAIR, inputs_of(PAIR, group.rank)[1])
+    every = {"uniform": {}} | shapes
+    found["wrong"] = {shape: checked(engine, group, replace(problem, **more), state) for shape, more in every.items()}
+    session = engine.bind(problem, inputs_of(problem, group.rank)[1])
     run_phases(session)
     found["described"] = described(session)
+    state.expected_m.clear()
     found["call"] = steps(state, buffer_calls, session.call)
     found["phases"] = {phase.name: steps(state, buffer_calls, phase.fn) for phase in session.phases}
     found["expected_m"] = list(state.expected_m)
-    state.expected_m.clear()
     session.close()
     found["context after"] = state.context is not None
-    found["teeth"] = {}
-    if isinstance(backend, SplitBackend) and shapes:
-        found["teeth"] = {fault: checked(engine, group, PAIR, state, fault) for fault in fake_vllm.FAULTS}
-        buffer_faults = fake_deep_ep.FAULTS[:1]
-        for fault in buffer_faults:
-            fake_deep_ep.Buffer.fault = ""
-            found["teeth"][fault] = with_buffer_fault(engine, group, state, fault)
+    if shapes and name in BROKEN:
+        found["teeth"] = {fault: checked(engine, group, problem, state, fault) for fault in FAULTS}
+        fake_deep_ep.Buffer.fault = "corrupt_row"
+        found["teeth"]["corrupt_row"] = checked(engine, group, problem, state, "in the Buffer")
+        fake_deep_ep.Buffer.fault = ""
     engine.close()
     found["workspace after"] = state.workspace
     return found
 
 
-def with_buffer_fault(engine: Any, group: Group, state: Any, fault: str) -> str:
-    routing, inputs = inputs_of(PAIR, group.rank)
-    session = engine.bind(PAIR, inputs)
-    fake_deep_ep.Buffer.fault = fault
-    found = Checker(session, inputs, PAIR, routing, group).before(1)
-    fake_deep_ep.Buffer.fault = ""
-    session.close()
-    return found
-
-
 def findings(group: Group) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for version in fake_vllm.VERSIONS:
-        main = version == MAIN
-        for name in VARIANTS:
-            with fake_vllm.installed(version) as state:
-                shapes = SHAPES if main else {}
-                found[f"{version} {name}"] = of_variant(group, name, state, knobs(), shapes)
+    runs = [(MAIN, name, SHAPES) for name in VARIANTS]
+    runs += [(version, name, {}) for version in sorted(OTHER_VERSIONS) for name in IN_OTHER_VERSIONS]
+    for version, name, shapes in runs:
+        with fake_vllm.installed(version) as state:
+            found[f"{version} {name}"] = of_variant(group, name, state, knobs(), shapes)
     with fake_vllm.installed(MAIN) as state:
         included = of_variant(group, "deepep_ht+triton", state, knobs(EXCLUDE_QUANT="0"), {"no tokens": {"tokens": 0}})
         found["quantisation included"] = included

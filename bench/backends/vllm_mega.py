@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.backends import vllm_layer
 from bench.backends.vllm_limits import mega_memory_bytes, mega_verdict, set_environment
-from bench.backends.vllm_split import settle
+from bench.backends.vllm_sessions import settle
 from lib.contract import Backend, Engine, Group, Missing, Phase, Session, Support, Variant
 from lib.problem import Inputs, Problem, expert_weights
 

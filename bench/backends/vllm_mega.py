@@ -172,9 +172,9 @@ class MegaEngine(Engine):
         if "deep_gemm" not in self.versions:
             raise Missing("vLLM finds no DeepGEMM: neither its own copy nor an installed one imports")
         self.staging = Staging(sys.modules[made.__module__])
-        self.state: Any = importlib.import_module("vllm.distributed.parallel_state")
+        self.state = vars(importlib.import_module("vllm.distributed.parallel_state"))
         # all that the class asks of vLLM's parallel state; vLLM's own start-up would make groups of its own
-        self.state._EP = SimpleNamespace(
+        self.state["_EP"] = SimpleNamespace(
             device_group=group.pg, cpu_group=group.host_pg, world_size=group.world, rank_in_group=group.rank
         )
         self.layer = self._layer(made, capacity)
@@ -227,7 +227,7 @@ class MegaEngine(Engine):
 
     def close(self) -> None:
         self.staging.close()
-        self.state._EP = None
+        self.state["_EP"] = None
 
 
 class MegaBackend(Backend):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from lib import formats
 from tests import fake_vllm_mega
 from tests.fake_vllm_experts import (
     BLOCK,
+    E8M0,
     Experts,
     Fp8MoeBackend,
     MoEActivation,
@@ -278,7 +280,10 @@ def modules_of(state: State) -> dict[str, dict[str, Any]]:
         FP8_UTILS: function(f"{FP8_UTILS}:prepare_fp8_moe_layer_for_deepgemm", for_deepgemm),
         "vllm.config": {"VllmConfig": lambda: SimpleNamespace(parallel_config=parallel)},
         "vllm.forward_context": function("vllm.forward_context:set_forward_context", set_forward_context(state)),
-        "vllm.utils.deep_gemm": {"_import_deep_gemm": lambda: deep_gemm},
+        "vllm.utils.deep_gemm": {
+            "_import_deep_gemm": lambda: deep_gemm,
+            "is_deep_gemm_e8m0_used": lambda: os.environ[E8M0] == "1" and not state.refuses_scales,
+        },
         "vllm.v1.worker.workspace": {
             **function("vllm.v1.worker.workspace:init_workspace_manager", workspace(True)),
             **function("vllm.v1.worker.workspace:reset_workspace_manager", workspace(False)),

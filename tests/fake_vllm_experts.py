@@ -45,6 +45,7 @@ class State:
     context: Any = None
     expected_m: list[int | None] = dataclasses.field(default_factory=list)
     fault: str = ""
+    refuses_scales: bool = False  # DeepGEMM does not take power-of-two scales here, whatever the environment says
     stale: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def bound(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:

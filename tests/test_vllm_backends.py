@@ -22,7 +22,7 @@ from bench.backends.vllm_limits import split_slots, version_label
 from bench.backends.vllm_sessions import InputQuantisation, unpacked_scales
 from bench.backends.vllm_split import SplitBackend
 from lib import formats
-from lib.contract import Group, Missing, Support
+from lib.contract import Group, Missing, Support, Unsupported
 from lib.knobs import MachineFacts
 from lib.machine import Machine
 from lib.plan import Section, base_problem, make_plan
@@ -272,6 +272,15 @@ def test_a_library_that_does_not_import_is_missing(name: str, monkeypatch: pytes
     group = Group(0, 2, 0, 1, torch.device("cpu"), pg=None, host_pg=None)
     with pytest.raises(Missing):
         backend.open(group, variant, V3, parsed(HOPPER))
+
+
+def test_scales_that_vllm_will_not_use_are_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(vllm_limits.E8M0, "1")
+    with fake_vllm.installed("0.25.1") as state:
+        assert vllm_layer.loaded_versions(power_of_two_scales=True)["deep_gemm"] == "2.5.0 (vendored)"
+        state.refuses_scales = True
+        with pytest.raises(Unsupported, match="has power-of-two scales off"):
+            vllm_layer.loaded_versions(power_of_two_scales=True)
 
 
 # -- the fakes take the recorded calls and no others

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from bench.backends.vllm_limits import SCALE_BLOCK, version_label
-from lib.contract import Group, Missing
+from lib.contract import Group, Missing, Unsupported
 from lib.machine import package_version
 from lib.problem import Problem, expert_weights
 
@@ -45,9 +45,16 @@ def attribute(path: str) -> Any:
         raise Missing(f"vLLM {package_version('vllm') or '?'}: {path} is not there ({error})") from error
 
 
-def loaded_versions() -> dict[str, str]:
-    """Of vLLM, and of the DeepGEMM that it found: one that is installed beside it goes before its own copy."""
+def loaded_versions(power_of_two_scales: bool) -> dict[str, str]:
+    """Of vLLM, and of the DeepGEMM that it found: one that is installed beside it goes before its own copy.
+
+    Raises Unsupported where this vLLM will not use the scales that its operands were made for.
+    """
     found = {"vllm": version_label(package_version("vllm") or "unknown")}
+    # asked first: it is what makes vLLM point DeepGEMM at its cache folder before the import
+    used = attribute("vllm.utils.deep_gemm:is_deep_gemm_e8m0_used")()
+    if used != power_of_two_scales:
+        raise Unsupported(f"vLLM {found['vllm']} has power-of-two scales {'on' if used else 'off'}, these experts not")
     deep_gemm = attribute("vllm.utils.deep_gemm:_import_deep_gemm")()
     if deep_gemm is not None:
         origin = "vendored" if deep_gemm.__name__.startswith("vllm.") else "installed"

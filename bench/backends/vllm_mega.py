@@ -168,7 +168,7 @@ class MegaEngine(Engine):
         self.group = group
         environment = set_environment(power_of_two_scales=True)
         made = mega_class()
-        self.versions = vllm_layer.loaded_versions() | environment
+        self.versions = vllm_layer.loaded_versions(power_of_two_scales=True) | environment
         if "deep_gemm" not in self.versions:
             raise Missing("vLLM finds no DeepGEMM: neither its own copy nor an installed one imports")
         self.staging = Staging(sys.modules[made.__module__])

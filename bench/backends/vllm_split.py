@@ -46,7 +46,7 @@ class SplitEngine(Engine):
         environment = set_environment(power_of_two)
         deep_ep = import_deep_ep()
         self.buffer = make_buffer(deep_ep, group, capacity, self.algo)
-        self.versions = vllm_layer.loaded_versions() | {"deep_ep": deep_ep_version()} | environment
+        self.versions = vllm_layer.loaded_versions(power_of_two) | {"deep_ep": deep_ep_version()} | environment
         if experts == "deepgemm" and "deep_gemm" not in self.versions:
             raise Missing("vLLM finds no DeepGEMM: neither its own copy nor an installed one imports")
         if experts == "trtllm":

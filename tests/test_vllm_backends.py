@@ -16,13 +16,13 @@ from knob_helpers import BLACKWELL, CPU, HOPPER, parsed
 from machine_helpers import b200_quad, cpu, h200_pair, machine
 
 from bench import split, vllm_mega
-from bench.backends import vllm_layer, vllm_limits
+from bench.backends import vllm_layer, vllm_limits, vllm_sessions
 from bench.backends import vllm_mega as mega_adapter
 from bench.backends.vllm_limits import split_slots, version_label
 from bench.backends.vllm_sessions import InputQuantisation, unpacked_scales
 from bench.backends.vllm_split import SplitBackend
 from lib import formats
-from lib.contract import Group, Missing, Support, Unsupported
+from lib.contract import Group, Missing, Phase, Session, Support, Unsupported
 from lib.knobs import MachineFacts
 from lib.machine import Machine
 from lib.plan import Section, base_problem, make_plan
@@ -260,6 +260,25 @@ def test_the_environment_is_set_over_the_shells_and_a_tuned_folder_is_not_read(m
 def test_a_vllm_without_the_name_to_step_in_for_is_missing() -> None:
     with pytest.raises(Missing, match="moe_kernel_quantize_input"):
         InputQuantisation(sys)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "expected"),
+    [
+        (0, "meet dispatch meet experts meet meet meet combine meet"),
+        (1, "meet dispatch meet meet experts meet meet combine meet"),
+    ],
+)
+def test_the_experts_compile_between_meetings_the_leader_first(
+    local_rank: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank is in a collective of DeepEP's while another compiles: that would time out."""
+    events: list[str] = []
+    monkeypatch.setattr(vllm_sessions, "settle", lambda group: events.append("meet"))
+    session = Session()
+    session.phases = [Phase(name, lambda name=name: events.append(name)) for name in ("dispatch", "experts", "combine")]  # type: ignore[misc]
+    vllm_sessions.first_run(session, Group(local_rank, 2, local_rank, 1, torch.device("cpu"), pg=None, host_pg=None))
+    assert " ".join(events) == expected
 
 
 @pytest.mark.parametrize("name", [HT, "vllm_deep_gemm_mega"])

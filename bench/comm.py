@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bench.backends.deepep import DeepEPBackend
-from bench.backends.mori import MoriBackend
-from bench.backends.mscclpp import MscclppBackend
 from bench.backends.deepep_v2 import DeepEPV2Backend
 from bench.backends.flashinfer_a2a import FlashInferBackend
+from bench.backends.mori import MoriBackend
+from bench.backends.mscclpp import MscclppBackend
 from bench.backends.nccl_ep import NcclEpBackend
 from bench.backends.torch_a2a import TorchBackend
 from lib.contract import Backend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bench.backends.planned import split_backends
+from bench.backends.vllm_split import SplitBackend
 from lib.contract import Backend
 from lib.plan import Section
 from lib.section import run_section
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 
 def backends(knobs: Knobs) -> list[Backend]:
-    every = split_backends()
-    return [backend for name in knobs.experts_list for backend in every if backend.name == name]
+    return [SplitBackend(name) for name in knobs.experts_list]
 
 
 SECTION = Section("vllm_split", "bench.split", backends, list_knob="EXPERTS_LIST")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bench.backends.planned import vllm_mega_backends
+from bench.backends.vllm_mega import MegaBackend
 from lib.contract import Backend
 from lib.plan import Section
 from lib.section import run_section
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def backends(knobs: Knobs) -> list[Backend]:
-    return vllm_mega_backends()
+    return [MegaBackend()]
 
 
 SECTION = Section("vllm_mega", "bench.vllm_mega", backends, timing_knob="MEGA_TIMING")

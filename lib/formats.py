@@ -35,6 +35,8 @@ FORMATS: dict[str, Format] = {
     "fp8": Format("e4m3", "fp32", 128),  # activations: scale = amax / 448
     "fp8_block": Format("e4m3", "fp32", 128, 128),  # weights
     "fp8_rowwise": Format("e4m3", "fp32"),
+    "fp8_e8m0": Format("e4m3", "e8m0", 128),  # DeepGEMM's operands on sm_10x: activations
+    "fp8_block_e8m0": Format("e4m3", "e8m0", 128, 128),  # and weights
     "mxfp8": Format("e4m3", "e8m0", 32),
     "mxfp4": Format("e2m1", "e8m0", 32),  # DeepGEMM's mega weights
     "nvfp4": Format("e2m1", "e4m3", 16),

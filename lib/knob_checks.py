@@ -256,6 +256,8 @@ def remarks(draft: Draft) -> Iterator[str]:
         yield "CUDA_VISIBLE_DEVICES: hides every GPU, so this is a run on the CPU"
     if not knobs.vllm_mega and not knobs.all_sections and draft.asked("vllm_mega"):
         yield f"VLLM_MEGA=0: has no effect, SECTION names vllm_mega; it counts for SECTION={ALL} only"
+    if knobs.exclude_quant and draft.given("EXCLUDE_QUANT") and draft.asked("vllm_split") and "ll" in knobs.algos:
+        yield "EXCLUDE_QUANT: ll quantises inside DeepEP's dispatch kernel, so its rows include it (quant_included = 1)"
     for name in OF_NIGHTLY:
         if name in draft.changed:
             yield f"{name}: has no effect here, ./nightly.sh reads it"

@@ -61,6 +61,7 @@ OPERANDS: dict[str, Operands] = {
     "bf16": Operands("bf16", "bf16"),
     "fp8": Operands("fp8", "fp8_block"),
     "fp8_interleaved": Operands("fp8", "fp8_block", 8),  # FlashInfer's sm90 pull: a block holds 64 gate and 64 up rows
+    "fp8_e8m0": Operands("fp8_e8m0", "fp8_block_e8m0"),  # fp8 with scales rounded up to powers of two
     "fp8_rowwise": Operands("fp8_rowwise", "fp8_rowwise"),
     "mxfp8": Operands("mxfp8", "mxfp8"),
     "nvfp4": Operands("nvfp4", "nvfp4"),
@@ -97,6 +98,7 @@ LIMITS: dict[str, MoeLimits] = {
     "fp8": MoeLimits(0.35, 0.07, 0.7),
     "fp8_interleaved": MoeLimits(0.35, 0.07, 0.7),
     "fp8_rowwise": MoeLimits(0.35, 0.07, 0.9),
+    "fp8_e8m0": MoeLimits(0.4, 0.1, 1.2),
     "mxfp8": MoeLimits(0.4, 0.1, 1.2),
     "mxfp8_mxfp4": MoeLimits(0.4, 0.1, 1.2),
     "nvfp4": MoeLimits(1.0, 0.27, 1.8),

@@ -26,6 +26,7 @@ WEIGHT_BYTES = {
     "fp8": 1 + 4 / 128**2,
     "fp8_interleaved": 1 + 4 / 128**2,
     "fp8_rowwise": 1.0,
+    "fp8_e8m0": 1 + 1 / 128**2,
     "mxfp8": 1 + 1 / 32,
     "mxfp8_mxfp4": 1 / 2 + 1 / 32,
     "nvfp4": 1 / 2 + 1 / 16,

@@ -59,6 +59,12 @@ def recorded_enum(file: str, name: str) -> Any:
     return enum.IntEnum(name, record_of(file, name)["members"])
 
 
+def recorded_api(file: str) -> dict[str, inspect.Signature]:
+    """Each call of a record made by tools/record_api.py, `module:name` or `module:Class.method`, without self."""
+    told = json.loads((SIGNATURES / file).read_text())["signatures"]
+    return {name: _signature(parameters) for name, parameters in told.items()}
+
+
 def enforced(file: str, attributes: set[str], part: str = "") -> Callable[[Class], Class]:
     """Class decorator: each method binds its call to the record first (TypeError), and notes it in `cls.calls`.
 
@@ -82,16 +88,23 @@ def enforced(file: str, attributes: set[str], part: str = "") -> Callable[[Class
     return decorate
 
 
+class NoLiteral(str):
+    """A default that only the library itself can evaluate, as its source spells it."""
+
+
+def _default(told: dict[str, str]) -> Any:
+    if "default" not in told:
+        return inspect.Parameter.empty
+    try:
+        return ast.literal_eval(told["default"])
+    except ValueError:
+        return NoLiteral(told["default"])
+
+
 def _signature(parameters: list[dict[str, str]]) -> inspect.Signature:
-    """A default that is no literal, such as a member of an enum, stands here as its text."""
     made = []
     for told in parameters:
-        default: Any = inspect.Parameter.empty
-        if "default" in told:
-            try:
-                default = ast.literal_eval(told["default"])
-            except ValueError:
-                default = told["default"]
+        default = _default(told)
         made.append(inspect.Parameter(told["name"], getattr(inspect.Parameter, told["kind"]), default=default))
     return inspect.Signature(made)
 

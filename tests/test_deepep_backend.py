@@ -22,7 +22,6 @@ from machine_helpers import machine
 from bench import comm, fi_mega, ref, split, vllm_mega
 from bench.backends import deepep_limits
 from bench.backends.deepep_limits import ht_buffer_bytes, ll_buffer_bytes, ll_slots
-from bench.backends.planned import PlannedBackend
 from lib.contract import Group, Missing, Support, Variant
 from lib.knobs import COMM_BACKENDS, MEGA_BACKENDS, REF_BACKENDS, SM90_MEGA_BACKENDS
 from lib.problem import Problem
@@ -329,7 +328,6 @@ OVERVIEW = {
     for line in BACKENDS_MD.partition("## Overview")[2].partition("\n## ")[0].splitlines()
     if line.startswith("| `")
 }
-PLANNED = "planned: no adapter in this version"
 
 
 def all_backends() -> dict[str, Any]:
@@ -343,11 +341,6 @@ def test_every_backend_has_a_row_and_a_section_in_the_documentation() -> None:
     assert set(OVERVIEW) == set(all_backends()) >= set(lists)
     headings = re.findall(r"^### (.+)$", BACKENDS_MD, re.MULTILINE)
     assert {name for heading in headings for name in re.findall(r"`([^`]+)`", heading)} == set(OVERVIEW)
-
-
-def test_what_has_no_adapter_is_documented_as_planned_and_nothing_else_is() -> None:
-    planned = {name for name, backend in all_backends().items() if isinstance(backend, PlannedBackend)}
-    assert {name for name, line in OVERVIEW.items() if PLANNED in line} == planned
 
 
 def test_the_documented_limits_are_those_of_the_adapter() -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from bench.backends.deepep_dequant import Dequantizer
+from bench.backends.deepep_handles import ht_sources, ll_sources
 from bench.backends.deepep_limits import (
     BF16_BYTES,
     DEFAULT_SMS,
@@ -171,18 +172,15 @@ class HighThroughputSession(DeepEPSession):
         self.out, _, _ = self.buffer.combine(self.staged, handle, config=self.engine.combine_config)
 
     def received(self) -> Received:
-        """handle[0][s, r] = copies from ranks <= s to rank r; handle[3] = source token of each received row."""
         import torch
 
         assert self.rows is not None
         rank, local = self.engine.group.rank, self.problem.local_experts
-        ends = self.handle[0][:, rank].long()
-        counts = torch.diff(ends, prepend=ends.new_zeros(1))
-        sources = torch.arange(self.problem.world, device=ends.device)
+        source_rank, source_token = ht_sources(self.handle, rank)
         return Received(
             rows=self.rows,
-            source_rank=torch.repeat_interleave(sources, counts),
-            source_token=self.handle[3].long(),
+            source_rank=source_rank,
+            source_token=source_token,
             experts=torch.where(self.recv_ids >= 0, self.recv_ids + rank * local, -1),
             weights=torch.where(self.recv_ids >= 0, self.recv_weights, 0.0),
             scales=self.scales,
@@ -254,21 +252,13 @@ class LowLatencySession(DeepEPSession):
         return found | {"dequantize": self.dequantizer.made_by} if self.staging_included else found
 
     def received(self) -> Received:
-        """handle = (source token [L, R*T], range [L, R]: first slot << 32 | count of each source rank, ...)."""
-        import torch
-
         assert self.rows is not None
-        sources, ranges = self.handle[0], self.handle[1].long()
-        local = ranges.shape[0]
-        begins, counts = ranges >> 32, ranges & 0xFFFFFFFF
-        slot = torch.arange(self.rows.shape[1], device=self.rows.device).view(1, 1, -1)
-        inside = (slot >= begins.unsqueeze(2)) & (slot < (begins + counts).unsqueeze(2))  # [L, R, slots]
-        expert, rank, position = inside.nonzero(as_tuple=True)
+        expert, position, rank, token = ll_sources(self.handle, self.rows.shape[1])
         return Received(
             rows=self.rows[expert, position],
             source_rank=rank,
-            source_token=sources[expert, position].long(),
-            experts=(expert + self.engine.group.rank * local).unsqueeze(1),
+            source_token=token,
+            experts=(expert + self.engine.group.rank * self.problem.local_experts).unsqueeze(1),
             weights=None,
             scales=None if self.scales is None else self.scales[expert, position].contiguous(),
             format=self.dispatch_format,

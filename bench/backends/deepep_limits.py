@@ -41,9 +41,9 @@ def ht_buffer_bytes(problem: Problem, num_sms: int | None) -> int:
     return max(HT_NVL_BYTES, queues * HT_CHUNK * (problem.hidden * BF16_BYTES + HT_SLOT_BYTES))
 
 
-def ll_buffer_bytes(problem: Problem) -> int:
+def ll_buffer_bytes(problem: Problem, slots_a_rank: int | None = None) -> int:
     """Buffer.get_low_latency_rdma_size_hint by its own arithmetic (csrc/config.hpp, LowLatencyLayout)."""
-    slots = problem.num_experts * ll_slots(problem)
+    slots = problem.num_experts * (slots_a_rank or ll_slots(problem))
     scales = problem.hidden // SCALE_BLOCK * FP32_BYTES
     message = LL_HEADER_BYTES + max(problem.hidden * BF16_BYTES, problem.hidden + scales)
     combined = scales + problem.hidden * BF16_BYTES
@@ -66,9 +66,9 @@ def high_throughput_reason(variant: Variant, problem: Problem) -> str:
     return ""
 
 
-def low_latency_reason(problem: Problem) -> str:
-    """Why ll can't run this shape, "" if it can."""
-    asked, slots = os.environ.get("NVSHMEM_QP_DEPTH") or str(LL_QP_DEPTH), ll_slots(problem)
+def low_latency_reason(problem: Problem, slots_a_rank: int | None = None) -> str:
+    """Why ll can't run this shape, "" if it can. `slots_a_rank`: of a caller that asks for more than ll_slots."""
+    asked, slots = os.environ.get("NVSHMEM_QP_DEPTH") or str(LL_QP_DEPTH), slots_a_rank or ll_slots(problem)
     if not asked.isdigit():
         return f"NVSHMEM_QP_DEPTH={asked}: must be a whole number, ll sizes its queues by it"
     depth = int(asked)

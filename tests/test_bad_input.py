@@ -266,14 +266,14 @@ def test_joined_ranks_leave_when_there_is_nothing_to_run(tmp_path: Path) -> None
 
 @pytest.fixture(scope="module")
 def two_runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, subprocess.Popen[str], str, str]]:
-    """Two sweeps into one OUT_DIR with a space in its name, from another folder, beside a listener on port 29500."""
+    """Two sweeps into one OUT_DIR with a space in its name, from another folder, beside a listener on MASTER_PORT."""
     out = tmp_path_factory.mktemp("results with spaces") / "out dir"
     knobs = {**SMALL, "SECTION": "ref comm", "REF_LIST": "torch", "COMM_LIST": "torch", "SEQ_LENS": "0,8"}
-    hostile = {"LC_ALL": "de_DE.UTF-8", "TOKEN": SECRET, "HIDDEN_KEY": SECRET, "DEBUG": SECRET, "MASTER_PORT": "29500"}
+    hostile = {"LC_ALL": "de_DE.UTF-8", "TOKEN": SECRET, "HIDDEN_KEY": SECRET, "DEBUG": SECRET}
     with closing(socket.socket()) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", 29500))
+        listener.bind(("127.0.0.1", 0))
         listener.listen()
+        hostile["MASTER_PORT"] = str(listener.getsockname()[1])
         command = [str(ROOT / "run_sweep.sh")]
         env = environment(OUT_DIR=str(out), CUDA_VISIBLE_DEVICES="", **knobs, **hostile)
         started = [

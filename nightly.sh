@@ -92,7 +92,10 @@ run_start() {
   say "night $NIGHT, start $1${resume:+, gone on with}"
   run_sweep "${@:2}" OUT_DIR="$folder" RESUME=$resume
   case $REPLY in
-    0 | 1 | "$EXIT_SET_UP") printf '%s\n' "$REPLY" >"$folder/exit" || die "$EXIT_USAGE" "OUT_DIR=$OUT_DIR: full" ;;
+    0 | 1 | "$EXIT_SET_UP")
+      [[ $REPLY != 1 ]] || "$BARE" -m lib.nightly room "$folder" || exit
+      printf '%s\n' "$REPLY" >"$folder/exit" || die "$EXIT_USAGE" "OUT_DIR=$OUT_DIR: full, or gone"
+      ;;
     *) exit "$REPLY" ;;  # usage, lock, interrupt: it has said why
   esac
 }

@@ -50,7 +50,7 @@ class Channel:
         if not data:
             return None
         *lines, self._buffer = (self._buffer + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+        return [_message(line) for line in lines]
 
     def receive(self) -> dict[str, Any] | None:
         """One message; None when the other side is gone."""
@@ -64,6 +64,21 @@ class Channel:
 
     def close(self) -> None:
         self.sock.close()
+
+
+def _message(line: bytes) -> dict[str, Any]:
+    """Raises ValueError on what is no message of ours: over several nodes strangers may speak here."""
+    try:
+        message = json.loads(line, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if not isinstance(message, dict):
+        raise ValueError("not a message")
+    return message
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")
 
 
 def listen() -> socket.socket:

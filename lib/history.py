@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 from lib.rows import COLUMNS, HEADER, SCHEMA, SchemaError, cell, read_rows
 
@@ -22,6 +24,7 @@ NIGHT_HEADER = ",".join(NIGHT_COLUMNS) + "\n"
 STAMP = r"\d{8}T\d{6}Z(?:-\d+)?"
 AGAIN = "again-"  # folders of a night: 1, 2, ... and again-1-<section>, ...
 SAME_NIGHT = timedelta(hours=6)  # plain rows name no night: starts less than this apart are of one
+VERDICT_KEYS = {"machine": str, "line": str, "exit": int, "verdicts": list}  # that others read
 MARKS = ("throttled", "contended", "tainted")
 
 
@@ -130,6 +133,19 @@ def night_folders(folder: Path) -> dict[str, Path]:
 
 def verdict_files(folder: Path) -> dict[str, Path]:
     return _by_stamp(folder, rf"verdicts_({STAMP})\.json")
+
+
+def read_verdicts(path: Path) -> dict[str, Any]:
+    """A night's verdicts. Raises BaselineError, which names the file, on one that was torn or edited."""
+    try:
+        document = json.loads(path.read_text())
+        told = {name: kind for name, kind in VERDICT_KEYS.items() if not isinstance(document[name], kind)}
+        known = not told and all({"case", "verdict", "streak"} <= set(row) for row in document["verdicts"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        known = False
+    if not known:
+        raise BaselineError(f"{path}: is not what a night wrote; move it away")
+    return dict(document)
 
 
 def _by_stamp(folder: Path, pattern: str) -> dict[str, Path]:

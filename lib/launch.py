@@ -93,6 +93,7 @@ class WorkerGroup:
     current: int = 0  # index of the case that is running or next
     ended: dict[int, int] = field(default_factory=dict)  # other members' agents: exit codes
     store: dict[str, Any] | None = None  # rank 0's word of where the group's store is
+    measured: dict[str, Any] | None = None  # the result of a case that is still being traced
 
     def run(self) -> Failure | None:
         """Serve all cases. Returns None when every case was reported and the group left by itself."""
@@ -104,9 +105,25 @@ class WorkerGroup:
         self.secret, self.name = secrets.token_hex(16), secrets.token_hex(4)
         try:
             self._start()
-            return self._serve()
+            failure = self._serve()
+            if failure is not None and self._keep_measured(failure.reason):
+                return Failure("teardown", f"{failure.reason}; its row stands")
+            return failure
+        except BaseException:
+            self._keep_measured("interrupted")
+            raise
         finally:
             self.end()
+
+    def _keep_measured(self, trouble: str) -> bool:
+        """A trace that fails loses nothing of the row that was measured before it."""
+        if self.measured is None:
+            return False
+        told, self.measured = self.measured, None
+        told["reason"] = "; ".join(filter(None, [told["reason"], f"TRACE: {trouble}"]))
+        self.events.result(told["case"], told)
+        self.current = told["case"] + 1
+        return True
 
     # -- starting
 
@@ -198,7 +215,10 @@ class WorkerGroup:
                 if clock != self.clock:
                     self._restart_clock(clock)
                 self.events.phase(message["case"], rank.phase)
+        elif kind == "measured":
+            self.measured = message
         elif kind == "result":
+            self.measured = None
             self.events.result(message["case"], message)
             self.current = message["case"] + 1
             self._restart_clock(TEARDOWN)  # its session is closed before the next point begins

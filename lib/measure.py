@@ -162,11 +162,6 @@ def measure_case(
     result: dict[str, Any] = {"status": "ok", "reason": reason, "columns": columns, "samples": samples_of_all}
     if group.device.type == "cuda":
         add_kernel_times(result, session, bench)
-    if knobs.trace != "0":
-        from lib.tracing import add_trace
-
-        say_phase("trace")
-        add_trace(result, case, session, bench)
     clocked(lambda phase: None, seconds)("end")
     result["samples"] |= {"seconds": spans(seconds), "check_bytes": check_bytes}
     return result, session

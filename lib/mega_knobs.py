@@ -33,12 +33,17 @@ PULL_SWAPPED_TILES = tuple((m, n, 128) for m in (128, 256) for n in (16, 32, 64,
 Rule = Callable[[Any], str]  # "" or what the value must be
 
 
+def _types(value: Any) -> list[type]:
+    """Of a value or of each part: 1 equals true and 1.0, and is neither."""
+    return [type(part) for part in value] if isinstance(value, tuple) else [type(value)]
+
+
 def one_of(*values: Any) -> Rule:
     """Lists stand for tuples; 1 is not true."""
 
     def rule(value: Any) -> str:
         given = tuple(value) if isinstance(value, list) else value
-        if any(given == legal and isinstance(given, bool) == isinstance(legal, bool) for legal in values):
+        if any(given == legal and _types(given) == _types(legal) for legal in values):
             return ""
         return f"must be {or_list([json.dumps(legal) for legal in values])}"
 

@@ -5,10 +5,12 @@ Standard library only. Words for `env` are one line a command, separated by tabs
 
 from __future__ import annotations
 
+import csv
 import fcntl
 import json
 import os
 import shlex
+import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -18,7 +20,7 @@ from typing import Any
 
 from lib import history, verdicts
 from lib.gate import MIN_NIGHTS
-from lib.history import BaselineError, Row, night_files, night_folders, utc, verdict_files, write_whole
+from lib.history import BaselineError, Row, night_files, night_folders, read_verdicts, utc, verdict_files, write_whole
 from lib.knobs import KNOBS, USAGE_ERROR, KnobErrors, Knobs, parse_knobs, shell_lines
 from lib.machine import all_gpus, detect_facts, visible_gpus
 from lib.preflight import disk_trouble, gpu_troubles
@@ -30,6 +32,7 @@ RED_EXIT, SET_UP_EXIT, LOCKED_EXIT = 3, 4, 75
 NIGHT_KNOBS = ("BASELINE", "STARTS", "KEEP")
 UNFINISHED = timedelta(hours=12)  # a night that was cut short is gone on with until then; later it is another night
 STALE = timedelta(hours=36)  # a night, and half of one in which it may still be running
+FULL_BYTES = 32_000_000  # a sweep that ends with less may have lost rows to the disk
 REPEATED = ("ALGO", "TIMING", "MEGA_TIMING", "DISPATCH_DTYPE", "NUM_SMS")  # what a second run of a section is cut to
 CUT_LISTS = ("REF_LIST", "COMM_LIST", "EXPERTS_LIST")  # MEGA_LIST stays: MEGA_IKR=1 may refuse a shorter one
 
@@ -45,11 +48,23 @@ def check() -> int:
     except KnobErrors as wrong:
         say("\n".join(wrong.errors))
         return USAGE_ERROR
+    if knobs.nnodes > 1:
+        say(f"NNODES={knobs.nnodes}: a night runs on one node; start ./nightly.sh on each with NNODES unset")
+        return USAGE_ERROR
     for notice in knobs.notices:
         if notice.partition(":")[0] not in NIGHT_KNOBS:
             say(f"notice: {notice}")
     sys.stdout.write("\n".join(shell_lines(knobs)) + "\n")
     return 0
+
+
+def room(folder: str) -> int:
+    """After a sweep with a red row: was it the disk? Then its start is not finished."""
+    free = shutil.disk_usage(folder).free
+    if free >= FULL_BYTES:
+        return 0
+    say(f"OUT_DIR={folder}: is full ({free / 1e6:.0f} MB free); make room, and the next call goes on with this night")
+    return USAGE_ERROR
 
 
 def lock(descriptor: str) -> int:
@@ -224,7 +239,7 @@ def regressed(folder: Path, night: str) -> set[str]:
     path = verdict_files(folder).get(night)
     if path is None:
         return set()
-    return {row["case"] for row in json.loads(path.read_text())["verdicts"] if row["verdict"] == "REGRESSED"}
+    return {row["case"] for row in read_verdicts(path)["verdicts"] if row["verdict"] == "REGRESSED"}
 
 
 def prune(folder: str, keep: str) -> int:
@@ -240,8 +255,15 @@ def status(folder: str, now: str) -> int:
         show([f"RED no night in {folder}: no new row, ever"])
         return RED_EXIT
     night, path = list(files.items())[-1]
-    document = json.loads(path.read_text())
+    try:
+        document = read_verdicts(path)
+    except BaselineError as error:
+        show([f"RED {error}"])
+        return RED_EXIT
     age = utc(now) - utc(night)
+    if age < timedelta(0):
+        show([f"RED the last night, {night}, is of a time to come: the clock went back, or {path} is not a night's"])
+        return RED_EXIT
     if age > STALE:
         show(
             [f"RED no new row since {night} ({age.days} days): is cron running? The last line was: {document['line']}"]
@@ -254,6 +276,7 @@ def status(folder: str, now: str) -> int:
 COMMANDS: dict[str, Callable[..., int]] = {
     "check": check,
     "lock": lock,
+    "room": room,
     "preflight": preflight,
     "begin": begin,
     "words": words_of_start,
@@ -270,7 +293,12 @@ def main(arguments: Sequence[str]) -> int:
     command, *rest = arguments
     try:
         return COMMANDS[command](*rest)
-    except (BaselineError, SchemaError, ValueError) as error:  # the last: a figure or a JSON that somebody edited
+    except (
+        BaselineError,
+        SchemaError,
+        ValueError,
+        csv.Error,
+    ) as error:  # the last: a figure or a JSON that somebody edited
         say(f"{command}: {error}")
         return RED_EXIT
     except OSError as error:

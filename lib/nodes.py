@@ -216,7 +216,7 @@ class Hub:
                 raise ValueError("no member of a run, or one that left again")
             number, card = int(messages[0]["member"]), dict(messages[0]["card"])
             name = self.launcher.name(number, card["host"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             self._forget(link, cards)
             return []
         if not 0 < number < self.launcher.members:

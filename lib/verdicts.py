@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lib import gate
-from lib.history import MARKS, Row, machine_key, verdict_files
+from lib.history import MARKS, BaselineError, Row, machine_key, read_verdicts, verdict_files
 from lib.verdict_text import VERDICTS, Verdict, one_line
 
 SCHEMA = 1
@@ -301,7 +301,10 @@ def earlier_streaks(folder: Path, night: str, machine: str) -> dict[str, int]:
     for earlier, path in sorted(verdict_files(folder).items(), reverse=True):
         if earlier >= night:
             continue
-        document = json.loads(path.read_text())
+        try:
+            document = read_verdicts(path)
+        except BaselineError:
+            continue  # then the rows' streaks begin anew; --status and --accept name the file
         if document["machine"] == machine:
             return {verdict["case"]: verdict["streak"] for verdict in document["verdicts"]}
     return {}

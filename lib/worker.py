@@ -25,12 +25,17 @@ import time
 import traceback
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lib import channel, rendezvous
 from lib.channel import Channel
 from lib.contract import Backend, Engine, Group, Missing, NotCaptured, Unsupported
 from lib.wire import unpack_case, unpack_knobs
+
+if TYPE_CHECKING:
+    from lib.contract import Session
+    from lib.measure import Bench
+    from lib.plan import Case
 
 ORPHAN_EXIT = 3  # the coordinator went away
 FAILED_EXIT = 1
@@ -76,6 +81,10 @@ class Link:
         """Returns when the row is on disk."""
         self.link.send({"type": "result", "case": case, **result})
         self.saved.acquire()
+
+    def say_measured(self, case: int, result: dict[str, Any]) -> None:
+        """The result so far: it stands if what is still to come ends this group."""
+        self.link.send({"type": "measured", "case": case, **result})
 
     def say_error(self, error: BaseException) -> None:
         verdicts = (("unsupported", Unsupported), ("missing", Missing), ("eager", NotCaptured))
@@ -124,6 +133,8 @@ def run_cases(message: dict[str, Any], group: Group, link: Link) -> None:
             engine, opened = backend.open(group, case.variant, capacity, knobs), case.variant
         eager = message["eager"].get(case.key, "")
         result, session = measure_case(case, engine, bench, partial(link.say_phase, index), eager)
+        if knobs.trace != "0" and result["status"] == "ok":
+            trace_case(result, case, session, bench, index, link)
         if group.rank == 0:
             link.say_result(index, result)
         barrier(group)
@@ -138,6 +149,16 @@ def run_cases(message: dict[str, Any], group: Group, link: Link) -> None:
     if engine is not None:
         close_or_say(engine, "engine", link)
     barrier(group)
+
+
+def trace_case(result: dict[str, Any], case: Case, session: Session, bench: Bench, index: int, link: Link) -> None:
+    """TRACE's own pass, after all that the row is made of."""
+    from lib.tracing import add_trace
+
+    if bench.group.rank == 0:
+        link.say_measured(index, result)
+    link.say_phase(index, "trace")
+    add_trace(result, case, session, bench)
 
 
 def run_peaks(group: Group, link: Link) -> None:

@@ -24,6 +24,7 @@ from lib.machine import Machine, detect_facts, detect_machine
 from lib.measure import Bench, measure_case
 from lib.plan import Section, make_plan
 from lib.problem import Inputs, Problem
+from lib.tracing import add_trace
 from tests.fakes import FAKES, TEETH, FakeBackend
 
 TIMEOUT = datetime.timedelta(seconds=120)
@@ -144,7 +145,9 @@ def main() -> None:
             engine = section.find(case.backend, knobs).open(group, case.variant, case.problem, knobs)
             words = {"kind": kind, "fake": case.backend, "asked": case.timing}
             try:
-                result, _ = measure_case(case, engine, bench, lambda phase: None, eager="")
+                result, session = measure_case(case, engine, bench, lambda phase: None, eager="")
+                if result["status"] == "ok":
+                    add_trace(result, case, session, bench)
                 columns = result["columns"]
                 words |= {"status": result["status"], "reason": result["reason"], "timing": columns.get("timing", "")}
                 words |= {"graph": columns.get("graph", ""), "kernel_us": str(columns.get("kernel_us", ""))}

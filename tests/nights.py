@@ -134,4 +134,4 @@ class Suite:
             blank = dict.fromkeys(COLUMNS, "")
             rows = [place | blank | sweep_row(name, f"{number} {place['start']}") for place in starts]
             write_nights(self.out, rows)
-            (self.out / f"verdicts_{name}.json").write_text('{"machine": "", "verdicts": []}')
+            (self.out / f"verdicts_{name}.json").write_text('{"machine": "", "line": "", "exit": 3, "verdicts": []}')

@@ -299,6 +299,7 @@ def test_check_prints_exactly_what_the_scripts_read(command: Command, tmp_path: 
         "starts=4",
         "keep=30",
         "baseline=",
+        "nnodes=1",
         "follower=0",
     ]
 

@@ -265,3 +265,15 @@ def test_a_node_0_that_is_late_is_found() -> None:
     threading.Timer(0.3, meeting.hub.__enter__).start()
     find_node_0("ref", meeting.launcher, meeting.knobs).close()
     meeting.hub.__exit__(None, None, None)
+
+
+# -- words on the wire
+
+
+@pytest.mark.parametrize("line", [b"[" * 100_000, b"5", b"[]", b"null", b'{"member": Infinity}', b"\xff", b"{"])
+def test_what_a_stranger_says_is_no_message_and_nothing_worse(line: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(line[:60_000] + b"\n")
+        with pytest.raises(ValueError, match=r"."):
+            Channel(ours).receive_ready()

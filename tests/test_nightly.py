@@ -373,4 +373,23 @@ def test_the_verdicts_are_json_that_any_reader_takes(tmp_path: Path) -> None:
 def test_a_damaged_verdict_file_is_a_sentence_and_red(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / f"verdicts_{stamp(9)}.json").write_text("{ torn")
     assert nightly.main(["status", str(tmp_path), stamp(9)]) == 3
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert "is not what a night wrote; move it away" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "null", '{"line": 1}', "", '{"machine": "", "line": "", "exit": 0}'])
+def test_an_earlier_nights_damaged_verdicts_do_not_stop_tonights(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_nights(tmp_path, night(9, quiet()))
+    (tmp_path / f"verdicts_{stamp(8)}.json").write_text(text)
+    assert judged(tmp_path, stamp(9))["verdicts"]
+    (tmp_path / f"verdicts_{stamp(9)}.json").write_text(text)
+    assert nightly.main(["accept", str(tmp_path), ""]) == 3
+    assert "move it away" in capsys.readouterr().err
+
+
+def test_a_last_night_in_the_future_is_red(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_nights(tmp_path, night(9, quiet()))
+    judged(tmp_path, stamp(9))
+    assert nightly.main(["status", str(tmp_path), stamp(1)]) == 3
+    assert "of a time to come" in capsys.readouterr().out

@@ -9,6 +9,7 @@ import pytest
 from report_rows import STAMP, night, row, write_rows
 from test_docs import COLUMN_ROWS
 
+from lib.history import NIGHT_HEADER
 from lib.rows import HEADER, csv_line
 from tools.report_cases import FORMAT_COLUMNS, PANEL_COLUMNS, SERIES_COLUMNS, find_cases, find_panels, win_spans, wins
 from tools.report_data import UsageError, number, read_results, stamp_order, stamp_time, wire_peak_gbps
@@ -83,8 +84,8 @@ def test_a_line_that_lost_cells_by_hand_is_blank_there(tmp_path: Path) -> None:
 
 def test_a_nights_file_has_the_night_as_its_run(tmp_path: Path) -> None:
     path = tmp_path / f"night_{night(3)}.csv"
-    lines = [f"{night(3)},{start},{csv_line(row(stamp=f'{night(3)}-{start}'))}" for start in (1, 2)]
-    path.write_text("night,start," + HEADER + "".join(lines))
+    lines = [f"{night(3)},{start},0,{csv_line(row(stamp=f'{night(3)}-{start}'))}" for start in (1, 2)]
+    path.write_text(NIGHT_HEADER + "".join(lines))
     results = read_results([tmp_path])
     assert results.runs == [night(3)]
     (case,) = find_cases(results.rows).values()

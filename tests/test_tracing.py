@@ -13,6 +13,7 @@ from harness import Run, scenario
 
 from lib.contract import Phase
 from lib.kernels import SPIN_KERNEL, Kernel
+from lib.launch import Events, Rank, WorkerGroup
 from lib.trace import TraceError, read_trace
 from lib.trace_record import BARRIER, ITERATION, PREFIX, NothingRecorded, cut_device, cut_host
 from lib.trace_write import (
@@ -268,3 +269,20 @@ def test_without_a_librarys_trace_the_row_says_why_and_stands(traced_by_the_libr
     assert [("_T2_" in name, name.startswith("trace_rank_0")) for name in left] == [(True, True)], (
         "rank 1's is not there"
     )
+
+
+def test_a_group_that_ends_in_the_trace_keeps_the_row_that_was_measured() -> None:
+    written: list[tuple[int, dict[str, Any]]] = []
+    events = Events(lambda index, result: written.append((index, result)), lambda *_: None, lambda _: None)
+    group = WorkerGroup(request=None, events=events)  # type: ignore[arg-type]
+    assert not group._keep_measured("rank 1 died in phase trace")
+    group.ranks[0] = Rank(hello={})
+    told = {"type": "measured", "case": 2, "status": "ok", "reason": "", "columns": {"lat_us_p50": 7.0}, "samples": {}}
+    group._message(None, 0, told)  # type: ignore[arg-type]
+    assert written == []
+    assert group._keep_measured("rank 1 died in phase trace")
+    ((index, result),) = written
+    assert (index, group.current, result["status"]) == (2, 3, "ok")
+    assert result["reason"] == "TRACE: rank 1 died in phase trace"
+    assert result["columns"] == {"lat_us_p50": 7.0}
+    assert not group._keep_measured("twice")

@@ -11,6 +11,7 @@ Exit code: 0 no row is worse and at least one could be judged; 2 usage; 3 worse,
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import sys
 from pathlib import Path
@@ -68,7 +69,7 @@ def main() -> int:
         document = compare(given.baseline, given.new, given.metric)
         if given.json:
             write_whole(given.json, json.dumps(document, indent=1, allow_nan=False) + "\n")
-    except (BaselineError, SchemaError, OSError, ValueError) as error:  # the last: a cell that is no number
+    except (BaselineError, SchemaError, OSError, ValueError, csv.Error) as error:  # a cell that is no number, or huge
         print(error, file=sys.stderr)
         return RED_EXIT
     print("\n".join(document_lines(document)))

@@ -11,16 +11,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from lib.history import NIGHT_COLUMNS, NIGHT_HEADER
 from lib.rows import COLUMNS, HEADER, SchemaError, read_rows
 
 Row = dict[str, str]  # the columns of lib/rows.py, and `run`: the night of a night's file, else the stamp
 
 STAMP = re.compile(r"(\d{8}T\d{6}Z)(?:-(\d+))?")
-NIGHT_COLUMNS = (
-    "night,start,"  # what night_<night>.csv and baseline_<machine>.csv have in front of the schema's columns
-)
 LARGEST = 1e18  # of bytes, microseconds or anything else in a row
-FIRST_COLUMNS = (NIGHT_COLUMNS, HEADER.partition(",")[0] + ",")
+FIRST_COLUMNS = (NIGHT_HEADER.removesuffix(HEADER), HEADER.partition(",")[0] + ",")  # of nights and baselines, of runs
 
 
 class UsageError(Exception):
@@ -124,6 +122,8 @@ def _add_file(results: Results, path: Path, seen: set[tuple[str, ...]], only: Se
         results.notices.append(f"{path.name}: a torn last line was left out")
     twice = 0
     for line in rows:
+        if line.get("again") == "1":  # of suspects only, so it would pull a night's median
+            continue
         row = {name: line.get(name) or "" for name in COLUMNS}  # a line that lost cells by hand has None in their place
         cells = tuple(row.values())
         if cells in seen:
@@ -142,11 +142,11 @@ def _add_file(results: Results, path: Path, seen: set[tuple[str, ...]], only: Se
 def _read(path: Path) -> tuple[list[dict[str, str]], bool]:
     """Rows of one run's file or of a night's, and whether a torn last line was dropped. Raises SchemaError, OSError."""
     with path.open(errors="replace") as file:
-        if file.readline() != NIGHT_COLUMNS + HEADER:
+        if file.readline() != NIGHT_HEADER:
             return read_rows(path)
         text = file.read()
     *lines, tail = text.split("\n")
-    return list(csv.DictReader(lines, fieldnames=["night", "start", *COLUMNS])), bool(tail)
+    return list(csv.DictReader(lines, fieldnames=NIGHT_COLUMNS)), bool(tail)
 
 
 def _read_peaks(results: Results, folder: Path) -> None:

@@ -32,6 +32,7 @@ from tools.report_verdicts import find_gate, read_gate
 
 USAGE_EXIT, INTERRUPTED_EXIT = 2, 130
 PROGRAM = "report"
+LONGEST_WORDS = 300
 NEEDED = ("matplotlib", "jinja2")
 STALE_HOURS = 36.0  # a night and a half: one night that did not come is told the next day
 
@@ -47,8 +48,17 @@ def main(argv: list[str] | None = None) -> int:
     except UsageError as error:
         say(f"{PROGRAM}: {error}")
         return USAGE_EXIT
+    except (OSError, ValueError, RecursionError) as error:  # a path or a file that nobody can read or write
+        say(f"{PROGRAM}: {shown(error)}; give other files, or another name")
+        return USAGE_EXIT
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT
+
+
+def shown(error: Exception) -> str:
+    """One printable line, whatever the name that it is about."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return text.splitlines()[0][:LONGEST_WORDS].encode("ascii", "backslashreplace").decode()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -95,7 +95,7 @@ def panel_views(report: Report, looks: Mapping[str, Look]) -> list[dict[str, Any
         section = panel.head["section"]
         current = [row for case in panel.cases for row in case.current if row["status"] == "ok"]
         peak = wire_peak_gbps(report.results, current)
-        drawn = place == 0 or (place < PANELS_DRAWN and room >= len(panel.cases))
+        drawn = place < PANELS_DRAWN and room >= len(panel.cases)
         room -= len(panel.cases) if drawn else 0
         runs = sorted({row["run"] for row in current})
         views.append(

@@ -178,6 +178,7 @@ def render(report: Report) -> str:
     script = (TEMPLATES / "report.js").read_text()
     with styled():
         looks = looks_of(report.panels)
+        measured = {label for panel in report.panels for label in panel.points(LATENCY)}
         panels = panel_views(report, looks)
         past, past_count = history_views(report)
     return env.get_template("report.html.j2").render(
@@ -185,7 +186,7 @@ def render(report: Report) -> str:
         gate=report.gate,
         shown_verdicts=_shown_verdicts(report.gate),
         looks=looks,
-        used=[label for label in looks if any(label in panel.points(LATENCY) for panel in report.panels)],
+        used=[label for label in looks if label in measured],
         win_blocks=win_table(report.panels),
         panels=panels,
         history=past,

@@ -104,7 +104,7 @@ run_sections() {
       break  # the nodes did not come together, and would not for the next section
     fi
     STATUSES+=("$REPLY")
-    [[ $REPLY != "$EXIT_USAGE" || ${CHECKED[nnodes]} == 1 ]] || break  # nodes that differ do so for every section
+    [[ $REPLY != "$EXIT_USAGE" || ${CHECKED[nnodes]:-1} == 1 ]] || break  # nodes that differ do so for every section
     [[ $REPLY != "$EXIT_LOCKED" ]] || break  # another run is at work on these files: do not measure beside it
   done
 }

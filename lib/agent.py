@@ -18,7 +18,7 @@ from lib.version import REPO_ROOT
 POLL_S = 0.1
 GRACE_S = 3.0  # from TERM to KILL
 GONE_S = 10.0  # from KILL to giving up on a process the kernel won't end
-DUMP_S = 0.5  # what a rank gets to write its stacks
+DUMP_S = 1.0  # what a rank gets to write its stacks, on a busy machine too
 
 RankHere = tuple[int, int, str]  # number, pid, phase
 

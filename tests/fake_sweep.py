@@ -37,6 +37,7 @@ FAILED = {"reason": "rank 0 raised", "git": "g1"}
 
 
 def sweep_row(stamp: str, seed: str, p50: float = 100.0, status: str = "ok") -> dict[str, str]:
+    """The same seed (of a sweep: its folder's name, such as 1-ref) is the same latency, on every machine."""
     noise = random.Random(seed).gauss(0, 0.004)
     figures = OK | {"lat_us_p50": f"{p50 * (1 + noise):.6g}"} if status == "ok" else FAILED | {"status": status}
     return {**FIXED, "stamp": stamp, **figures}
@@ -52,7 +53,7 @@ def main() -> int:
         Path(hang).touch()
         time.sleep(30)
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    row = sweep_row(stamp, str(out), float(get("FAKE_P50", "100")), get("FAKE_STATUS", "ok"))
+    row = sweep_row(stamp, out.name, float(get("FAKE_P50", "100")), get("FAKE_STATUS", "ok"))
     (out / f"sweep_{stamp}_ref.csv").write_text(HEADER + csv_line(row))
     return int(get("FAKE_EXIT", "0"))
 

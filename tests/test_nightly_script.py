@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -45,7 +46,7 @@ def test_a_slow_night_runs_its_suspects_again_and_is_red(suite: Suite) -> None:
     suite.run("--accept")
     answer = suite.run(FAKE_P50="150", STARTS="5")
     assert answer.returncode == 3, answer.stderr
-    assert "1 REGRESSED | ref torch e2e T=8 +5" in answer.stdout
+    assert re.search(r"1 REGRESSED \| ref torch e2e T=8 \+(49|50)\.\d %", answer.stdout)
     calls = suite.sweeps()
     assert len(calls) == 10
     assert [Path(call["OUT_DIR"]).name for call in calls[5:]] == [f"again-{start}-ref" for start in range(1, 6)]

@@ -145,7 +145,8 @@ class SymmSession(CommSession):
         stand_still(self.group)
 
     def facts(self) -> dict[str, Any]:
-        return {"programs": self.engine.programs, "push": asdict(self.launcher.push), "back": asdict(self.launcher.back)}
+        launcher = self.launcher
+        return {"programs": launcher.programs, "push": asdict(launcher.push), "back": asdict(launcher.back)}
 
     def transport(self) -> str:
         return "nvlink" if self.problem.world > 1 else "local"
@@ -204,7 +205,9 @@ class SymmBackend(Backend):
             return "needs an NVIDIA GPU, this machine has no GPU"
         needed = SM[variant.dispatch_dtype]
         if machine.sm is not None and machine.sm < needed:
-            return f"{variant.dispatch_dtype} needs sm_{needed[0]}{needed[1]}, this is sm_{machine.sm[0]}{machine.sm[1]}"
+            return (
+                f"{variant.dispatch_dtype} needs sm_{needed[0]}{needed[1]}, this is sm_{machine.sm[0]}{machine.sm[1]}"
+            )
         if problem.nodes > 1:
             return f"symm reaches the GPUs of one node, this is {problem.nodes} nodes"
         if problem.world > MAX_RANKS:

@@ -2,8 +2,8 @@
 
 Each rank's arena has the same fields; `table` [fields, R] int64 holds the address of every field on every rank.
 
-Order of memory: a program stores rows to a peer, joins its threads (debug_barrier), and one thread releases a flag there
-at system scope; the peer's thread acquires the flag, joins its threads, and then they read. A flag holds the number of
+Order of memory: a program stores rows to a peer, joins its threads (debug_barrier), and one thread releases a flag
+there at system scope; the peer's thread acquires it, joins its threads, and then they read. A flag holds the number of
 the last call (an epoch) that set it and only grows, so nothing is ever reset and a captured graph can be replayed.
 
 Who may write when: rows of a dispatch are free for writing once their owner has begun the next dispatch (READY), since
@@ -38,6 +38,8 @@ FP8_MAX = tl.constexpr(448.0)
 AMAX_FLOOR = tl.constexpr(1e-4)  # lib/formats.py: the scale of a row of zeros
 
 # mypy: disable-error-code="no-untyped-def"
+# Triton decides an `if` of a constexpr while it compiles, and only if nothing else is in it.
+# ruff: noqa: SIM102, RET505
 
 
 @triton.jit
@@ -95,7 +97,7 @@ def _ordinals(
 ):  # fmt: skip
     """Of tokens first..first+count-1 and every rank: does the copy go there, and how many of this rank's went before.
 
-    Two int32 [count, rank_lanes]. Each program counts all earlier tokens for itself: 256 KB of ids at 4096 x 8, from L2.
+    Two int32 [count, rank_lanes]. Each program counts all earlier tokens for itself: 256 KB of ids at 4096 x 8.
     """
     ranks = tl.arange(0, rank_lanes)
     sums = tl.zeros([scan, rank_lanes], tl.int32)

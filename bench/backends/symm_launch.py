@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 PLAN_TOKENS, PLAN_WARPS = 64, 16  # of a program of symm_plan
 SCAN_TOKENS = 1024  # whose ids a program counts at once; fewer where there are fewer
-MAX_ROWS, MAX_COMBINE_ROWS = 32, 16  # of a tile: 64 registers a thread at most on sm_90, nothing spilled (triton 3.6)
+MAX_ROWS = {"bf16": 32, "fp8": 16}  # of a tile: what 64 registers a thread hold without a spill (tests/symm_compile.py)
+MAX_COMBINE_ROWS = 16
 MAX_WARPS, LANES = 32, 32
 ACCESS_ELEMENTS = 8  # 16 bytes of bf16
 LAG = 1  # rounds between pushing a chunk and reducing the one that came for it
@@ -45,6 +46,10 @@ def tiling(problem: Problem, programs: int, max_rows: int) -> Tiling:
     return Tiling(rows, groups, min(max(warps, 1), MAX_WARPS))
 
 
+def scan_tokens(problem: Problem) -> int:
+    return min(SCAN_TOKENS, max(power_of_two(problem.tokens), 2))
+
+
 class Launcher:
     """The three launches of one session, on the current stream."""
 
@@ -55,16 +60,15 @@ class Launcher:
         self.programs, self.capacity = session.engine.programs, session.engine.capacity
         problem, self.rank = session.problem, session.group.rank
         self.world, self.tokens = problem.world, len(session.inputs.x)
-        scan = min(SCAN_TOKENS, max(power_of_two(problem.tokens), 2))
         self.lanes = power_of_two(problem.topk)
-        self.push = tiling(problem, self.programs, MAX_ROWS)
+        self.push = tiling(problem, self.programs, MAX_ROWS[session.dispatch_format])
         self.back = tiling(problem, self.programs, MAX_COMBINE_ROWS)
         self.shape = {"world": self.world, "topk": problem.topk}
         self.routing = {
             "local_experts": problem.local_experts,
             "lanes": self.lanes,
             "rank_lanes": rank_lanes(self.world),
-            "scan": scan,
+            "scan": scan_tokens(problem),
         }
 
     def plan(self) -> None:

@@ -25,7 +25,7 @@ from bench.backends.symm_launch import MAX_ROWS, tiling
 from bench.backends.symm_memory import ALIGNMENT, fields, most_flags, rank_lanes
 from tests.library_ranks import SHAPES
 from tests.machine_helpers import h200_pair, machine
-from tests.symm_ranks import KNOBS, MANY, PAIR, SUITE, faults_of, rank_main, steps_of
+from tests.symm_ranks import KNOBS, PAIR, SUITE, faults_of, rank_main, shapes_of, steps_of
 
 ROOT = Path(__file__).resolve().parent.parent
 VARIANTS = SUITE.variants
@@ -40,7 +40,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.parametrize(("variant", "shape"), [(name, shape) for name in VARIANTS for shape in {**SHAPES, **MANY}])
+@pytest.mark.parametrize(
+    ("variant", "shape"),
+    [(name, shape) for name, variant in VARIANTS.items() for shape in {**SHAPES, **shapes_of(variant)}],
+)
 def test_every_copy_and_every_sum_is_right(pair: list[dict[str, Any]], variant: str, shape: str) -> None:
     assert [found["wrong"][f"{variant}, {shape}"] for found in pair] == ["", ""]
 

@@ -10,6 +10,7 @@ from bench.backends.flashinfer_a2a import FlashInferBackend
 from bench.backends.mori import MoriBackend
 from bench.backends.mscclpp import MscclppBackend
 from bench.backends.nccl_ep import NcclEpBackend
+from bench.backends.symm import SymmBackend
 from bench.backends.torch_a2a import TorchBackend
 from lib.contract import Backend
 from lib.plan import Section
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def backends(knobs: Knobs) -> list[Backend]:
-    every: list[Backend] = [TorchBackend(with_experts=False), DeepEPBackend(), DeepEPV2Backend(), NcclEpBackend()]
-    every += [FlashInferBackend(), MscclppBackend(), MoriBackend()]
+    every: list[Backend] = [TorchBackend(with_experts=False), SymmBackend(), DeepEPBackend(), DeepEPV2Backend()]
+    every += [NcclEpBackend(), FlashInferBackend(), MscclppBackend(), MoriBackend()]
     return [backend for name in knobs.comm_list for backend in every if backend.name == name]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from bench.backends.symm_ref import SymmMoeBackend
 from bench.backends.torch_a2a import TorchBackend
 from lib.contract import Backend
 from lib.plan import Section
@@ -14,7 +15,11 @@ if TYPE_CHECKING:
 
 
 def backends(knobs: Knobs) -> list[Backend]:
-    every = [TorchBackend(with_experts=True), TorchBackend(with_experts=True, fp8=True)]
+    every: list[Backend] = [
+        TorchBackend(with_experts=True),
+        TorchBackend(with_experts=True, fp8=True),
+        SymmMoeBackend(),
+    ]
     return [backend for name in knobs.ref_list for backend in every if backend.name == name]
 
 

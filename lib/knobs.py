@@ -27,8 +27,8 @@ USAGE_ERROR = 2
 
 DEFAULT_GPUS = 4
 DEFAULT_CPU_RANKS = 2
-REF_BACKENDS = "torch torch_fp8"
-COMM_BACKENDS = "torch deepep deepep_v2 nccl_ep flashinfer mscclpp mori"
+REF_BACKENDS = "torch torch_fp8 symm"
+COMM_BACKENDS = "torch symm deepep deepep_v2 nccl_ep flashinfer mscclpp mori"
 MEGA_BACKENDS = "deep_gemm_mega mxfp8_cutedsl nvfp4_cutedsl"
 SM90_MEGA_BACKENDS = "sm90_push_fp8 sm90_pull_fp8"
 FOR_SCRIPTS = "python comm_python fi_python out_dir dry_run resume debug starts keep baseline nnodes".split()

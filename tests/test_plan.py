@@ -56,6 +56,10 @@ def test_lists_multiply_where_the_backend_has_them() -> None:
     points_and_timings = 4
     assert count == {
         "torch": 2 * points_and_timings,  # dtypes; no SM budget
+        "symm_ht": 4 * points_and_timings,
+        "symm_ht+cached": 4 * points_and_timings,
+        "symm_ht+weighted": 4 * points_and_timings,
+        "symm_ll": 4 * points_and_timings,
         "deepep_ht": 4 * points_and_timings,  # dtypes x budgets
         "deepep_ht+cached": 4 * points_and_timings,
         "deepep_ll": 2 * points_and_timings,
@@ -376,7 +380,7 @@ def test_the_repro_line_names_the_interpreter_only_if_the_user_did() -> None:
 
 
 def test_the_dry_run_shows_every_case_with_memory_and_verdict() -> None:
-    cases = make_plan(ref.SECTION, swept(CPU, SEQ_LENS="8 4096"), cpu(), sweep=True)
+    cases = make_plan(ref.SECTION, swept(CPU, SEQ_LENS="8 4096", REF_LIST="torch torch_fp8"), cpu(), sweep=True)
     header, *lines = plan_lines(cases)
     assert header.split() == ["variant", "timing", "tokens", "GB", "a", "rank", "verdict"]
     assert len(lines) == len(cases) == 4

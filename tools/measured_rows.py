@@ -74,6 +74,11 @@ SETS: dict[str, Sweep | Ranks] = {
         {"SECTION": "comm", "COMM_LIST": "deepep", "ALGO": "ht", "DISPATCH_DTYPE": "bf16 fp8", "NUM_SMS": "24"}
         | {"TIMING": "e2e_pipelined graph", "SEQ_LENS": "4096"},
     ),
+    "symm": Sweep(
+        "the suite's own exchange beside DeepEP's, in one run",
+        {"SECTION": "comm", "COMM_LIST": "symm deepep_v2 deepep", "ALGO": "ht ll", "DISPATCH_DTYPE": "bf16 fp8"}
+        | {"NUM_SMS": "0 24 64", "TIMING": "graph", "SEQ_LENS": "8 128 4096 8192", "CHECK_REPEATS": "20"},
+    ),
     "deepep_agreement": Ranks("DeepEP's legacy buffers by the rules of its own tests", "tools.deepep_agreement"),
     "fi_mega": Sweep(
         "FlashInfer's mega kernels",

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from bench.backends.loaded_nccl import require_nccl
-from bench.backends.session import FP8_BYTES, SCALE_BLOCK, CommSession, local_weight, weighted
+from bench.backends.session import FP8_BYTES, SCALE_BLOCK, CommSession, device_sms, local_weight, weighted
 from lib.contract import Backend, Engine, Group, Missing, Received, Support, Unsupported, Variant, unsupported
 from lib.plan import needs_packages
 from lib.problem import Inputs, Problem
@@ -170,15 +170,6 @@ def import_deep_ep() -> Any:
         found = getattr(deep_ep, "__version__", "this version")
         raise Missing(f"deep_ep {found} has no ElasticBuffer: DeepEP 2 is needed, {PACKAGES['deep_ep']}")
     return deep_ep
-
-
-def device_sms(group: Group) -> int:
-    """SMs of this rank's GPU, 0 on a CPU."""
-    import torch
-
-    if group.device.type != "cuda":
-        return 0
-    return int(torch.cuda.get_device_properties(group.device).multi_processor_count)
 
 
 class DeepEPV2Backend(Backend):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.metadata
 from typing import TYPE_CHECKING
 
-from bench.backends.session import FP8_BYTES, SCALE_BLOCK, CommSession, local_weight, spoil, weighted
+from bench.backends.session import FP8_BYTES, SCALE_BLOCK, CommSession, local_weight, spoil, stand_still, weighted
 from lib.contract import Backend, Engine, Group, Missing, Received, Support, Variant, unsupported
 from lib.plan import needs_packages
 from lib.problem import Inputs, Problem
@@ -130,10 +130,10 @@ class FlashInferSession(CommSession):
 
     def poison(self) -> None:
         """Peers write into these buffers, and read them, at their own time: all ranks stand still meanwhile."""
-        self.engine.meet()
+        stand_still(self.group)
         for tensor in (*self.came.values(), self.staged, self.out):
             spoil(tensor)
-        self.engine.meet()
+        stand_still(self.group)
 
     def transport(self) -> str:
         return self.engine.transport
@@ -176,15 +176,6 @@ class FlashInferEngine(Engine):
         fabric = getattr(MnnvlMemory, "_fabric_supported", None)
         handles = "fabric handles" if fabric else "file descriptors"
         self.transport = f"nvlink ({handles})" if group.world > 1 else "local"
-
-    def meet(self) -> None:
-        """All that was enqueued on any rank is done when this returns."""
-        import torch
-        import torch.distributed as dist
-
-        if self.group.device.type == "cuda":
-            torch.cuda.synchronize(self.group.device)
-        dist.barrier(group=self.group.host_pg)
 
     def bind(self, problem: Problem, inputs: Inputs) -> FlashInferSession:
         return FlashInferSession(self, problem, inputs)

@@ -63,6 +63,25 @@ def stream_pointer(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
+def device_sms(group: Group) -> int:
+    """SMs of this rank's GPU, 0 on a CPU."""
+    import torch
+
+    if group.device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(group.device).multi_processor_count)
+
+
+def stand_still(group: Group) -> None:
+    """All that was enqueued on any rank is done when this returns."""
+    import torch
+    import torch.distributed as dist
+
+    if group.device.type == "cuda":
+        torch.cuda.synchronize(group.device)
+    dist.barrier(group=group.host_pg)
+
+
 class CommSession(Session):
     """Phases, staging and payload of one point. A subclass gives _dispatch, _combine, and _identity where it stages."""
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lib import nic
+from lib.provenance import library_environment, package_version, software
 
 if TYPE_CHECKING:
     from lib.knobs import Knobs, MachineFacts
@@ -97,14 +98,6 @@ class Machine:
     def version(self, package: str) -> str:
         """The installed version of a distribution by its metadata, "" if it is not installed."""
         return self.versions[package] if package in self.versions else package_version(package)
-
-
-def package_version(package: str) -> str:
-    """The installed version by metadata, "" if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def nvml() -> Any | None:
@@ -239,7 +232,7 @@ def detect_machine(knobs: Knobs, env: Mapping[str, str]) -> Machine:
 
 
 def fingerprint(machine: Machine) -> dict[str, object]:
-    """What a row's record says of the machine: this allow-list, never the environment."""
+    """What a row's record says of the machine: this allow-list, and of the environment what libraries are tuned by."""
     return {
         "device": machine.device,
         "gpus": [{"name": g.name, "sm": f"{g.sm[0]}.{g.sm[1]}", "memory_bytes": g.memory_bytes} for g in machine.gpus],
@@ -251,5 +244,6 @@ def fingerprint(machine: Machine) -> dict[str, object]:
         "kernel": platform.release(),
         "libc": " ".join(platform.libc_ver()).strip(),
         "python": platform.python_version(),
-        "packages": {name: version for name in ("torch", "numpy") if (version := package_version(name))},
+        "packages": {name: version for name, version in software().items() if name != "python"},
+        "environment": library_environment(),
     }

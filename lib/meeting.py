@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from lib import nic
 from lib.contract import Support
-from lib.machine import Machine, fingerprint, package_version
+from lib.machine import Machine, fingerprint
 from lib.plan import Case
+from lib.provenance import library_environment, software
 from lib.version import git_label, source_hash
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def make_card(
         "code": source_hash(),
         "git": git_label(),
         "device": machine.device,
-        "torch": package_version("torch"),
+        "device and software": {"device": machine.device, **software(), **library_environment()},
         "cases": [[case_name(case), case.key, case.support.status, case.support.reason] for case in cases],
         "fingerprint": fingerprint(machine),
     }
@@ -73,15 +74,11 @@ def differences(first: Card, other: Card) -> list[str]:
             values = [" ".join(card[part] for part in shown) for card in (first, other)]
             return [f"{name}: {values[0]} here, {values[1]} there"]  # all that follows would differ for this reason
     found = []
-    for name in sorted(first["knobs"].keys() | other["knobs"].keys()):
-        here, there = (card["knobs"].get(name, "") for card in (first, other))
-        if here != there:
-            found.append(f"{name}: {here or 'unset'} here, {there or 'unset'} there")
-    found += [
-        f"{name}: {first[name] or 'none'} here, {other[name] or 'none'} there"
-        for name in ("device", "torch")
-        if first[name] != other[name]
-    ]
+    for part, nothing in (("knobs", "unset"), ("device and software", "none")):
+        for name in sorted(first[part].keys() | other[part].keys()):
+            here, there = (card[part].get(name, "") for card in (first, other))
+            if here != there:
+                found.append(f"{name}: {here or nothing} here, {there or nothing} there")
     return found or _plan_differences(first, other)
 
 

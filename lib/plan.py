@@ -7,12 +7,11 @@ import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lib.contract import OK, Backend, Support, Variant, missing, unsupported
 from lib.problem import Problem
+from lib.provenance import file_digest, library_environment, software
 from lib.routing_spec import parse_routing
 from lib.version import source_hash
 
@@ -121,14 +120,8 @@ def needs_packages(machine: Machine, packages: dict[str, str], why: Support = OK
     return missing(hint) if hint else OK
 
 
-@cache
-def file_digest(path: str) -> str:
-    """Hash of a file's bytes, "" for no file: another routing under the same name is another case."""
-    return hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest() if path else ""
-
-
 def case_key(section: str, variant: Variant, problem: Problem, timing: str, knobs: Knobs, machine: Machine) -> str:
-    """`k` + hash of all that makes the case what it is, the code's version and the device included."""
+    """`k` + hash of all that makes the case what it is: device, code, packages and libraries' variables included."""
     whole = {
         "section": section,
         "variant": asdict(variant),
@@ -138,6 +131,8 @@ def case_key(section: str, variant: Variant, problem: Problem, timing: str, knob
         "knobs": {name: getattr(knobs, name) for name in MEASURING},
         "device": machine.device,
         "code": source_hash(),
+        "software": software(),
+        "environment": library_environment(),
     }
     text = json.dumps(whole, sort_keys=True, default=str)
     return f"k{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"

@@ -28,7 +28,9 @@ from lib.nodes import NOT_MET, Hub, NodeLostError, NotMetError, RefusedError
 from lib.peaks_file import read_peaks, write_peaks
 from lib.plan import Case, Section, groups, make_plan, plan_lines
 from lib.progress import make_progress
+from lib.provenance import moved
 from lib.ranks_environment import worker_environment
+from lib.routing_spec import parse_routing
 from lib.rows import COLUMNS, SCHEMA, LockedError, RowFiles, SchemaError, WriteError
 from lib.talk import say, show
 from lib.version import git_label
@@ -243,6 +245,9 @@ class Run:
         self.log(f"{first.variant.name}: a worker group of {request.ranks} ranks for {len(cases)} cases")
 
         def on_result(index: int, result: dict[str, Any]) -> None:
+            if trouble := moved_under(cases[index]):
+                self.write(cases[index], "failed", trouble, {}, {})
+                return
             marks = self.monitor.columns() if result["status"] == "ok" else {}
             columns = result["columns"] | (self.hub.worst_marks(marks) if self.hub and marks else marks)
             self.write(cases[index], result["status"], result["reason"], columns, result["samples"])
@@ -308,6 +313,10 @@ class Run:
         reasons = sorted({case.support.reason for case in self.cases if case.support.reason})
         say(f"{self.section.name}: nothing could run here: {'; '.join(reasons) or 'no case was planned'}")
         return NOTHING_EXIT
+
+
+def moved_under(case: Case) -> str:
+    return moved(parse_routing(case.problem.routing).path)
 
 
 def label(case: Case) -> str:

@@ -29,11 +29,37 @@ def git_label() -> str:
     return f"g{commit}" + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
 
 
-@cache
 def source_hash() -> str:
-    """`s` + hash of bench/ and lib/: what a resumed run must share with the run that it continues."""
+    """`s` + hash of bench/ and lib/ at the first call: what a resumed run must share with the run that it continues."""
+    return _first()[0]
+
+
+def changed_sources() -> bool:
+    """Do bench/ and lib/ on disk differ from what source_hash() saw? A touched file with the same content does not."""
+    code, stats = _first()
+    try:
+        return _stats() != stats and _hash(source_files()) != code
+    except OSError:  # a file went away between listing and reading it
+        return True
+
+
+@cache
+def _first() -> tuple[str, dict[Path, tuple[int, int]]]:
+    stats = _stats()  # before the reading: what is written meanwhile shows later
+    return _hash(source_files()), stats
+
+
+def source_files() -> list[Path]:
+    return sorted(path for folder in ("bench", "lib") for path in (REPO_ROOT / folder).rglob("*.py"))
+
+
+def _stats() -> dict[Path, tuple[int, int]]:
+    """Size and time of each source."""
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in source_files()}
+
+
+def _hash(files: list[Path]) -> str:
     digest = hashlib.blake2b(digest_size=8)
-    for folder in ("bench", "lib"):
-        for path in sorted((REPO_ROOT / folder).rglob("*.py")):
-            digest.update(str(path.relative_to(REPO_ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in files:
+        digest.update(str(path.relative_to(REPO_ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
     return f"s{digest.hexdigest()}"

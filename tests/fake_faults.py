@@ -134,3 +134,13 @@ def hang_in_open(group: Group) -> None:
 def raise_in_engine_close(group: Group) -> None:
     if group.rank == 0:
         raise RuntimeError("the engine would not let go")
+
+
+class SwapsTheRoutingFile(FakeSession):
+    """Somebody writes another routing over the file while this point is being measured."""
+
+    def __init__(self, engine: TorchEngine, problem: Problem, inputs: Inputs) -> None:
+        super().__init__(engine, problem, inputs)
+        if self.rank == 0:
+            other = folder() / "other.npy"
+            other.replace(problem.routing)

@@ -85,6 +85,7 @@ FAULTS = [
     Fake("unsupported", opening=faults.raise_unsupported),
     Fake("missing", opening=faults.raise_missing),
     Fake("hangs_in_open", opening=faults.hang_in_open),
+    Fake("swaps_the_routing", at={2: faults.SwapsTheRoutingFile}),
     Fake("isolated", isolation="point"),
     Fake("of_another_family", family="another"),
     Fake("profiled", at={1: profiler.HasAProfiler, 2: profiler.HasABrokenProfiler, 3: profiler.BuiltWithoutProfiler}),

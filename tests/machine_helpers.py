@@ -9,7 +9,8 @@ from lib.rocm import NO_COMPUTE_CAPABILITY, AmdGpu
 
 GB = 10**9
 PACKAGES = tuple(
-    "torch numpy triton vllm deep_ep deep_gemm flashinfer flashinfer.moe_ep cutlass nvshmem nccl.ep mscclpp mori cupy".split()
+    """torch numpy triton vllm deep_ep deep_gemm flashinfer flashinfer.moe_ep cutlass nvshmem nccl.ep mscclpp mori
+    cupy""".split()
 )
 VERSIONS = {"flashinfer-python": "0.6.18.post1", "nvidia-cutlass-dsl": "4.6.1"}
 

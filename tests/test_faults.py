@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from harness import Run, scenario
 
@@ -49,6 +50,14 @@ def clinging(folder: Path) -> Run:
 @scenario(idle=True)
 def stuck_in_open(folder: Path) -> Run:
     return Run(folder).go("hangs_in_open", SETUP_TIMEOUT_S=SETUP_TIMEOUT_S)
+
+
+@scenario
+def swapped(folder: Path) -> Run:
+    """Over the points 1, 2, 4: while 2 is measured, another routing is written over the file."""
+    for name, shift in (("routing.npy", 0), ("other.npy", 4)):
+        np.save(folder / name, np.broadcast_to(np.arange(shift, shift + 2), (2, 4, 2)).astype(np.int64))
+    return sweep(folder).go("swaps_the_routing", SEQ_LENS="1 2 4", ROUTING=str(folder / "routing.npy"))
 
 
 @scenario
@@ -210,3 +219,12 @@ def test_nothing_lives_when_a_run_has_ended(
     deadly: Run, refused: Run, stuck: Run, clinging: Run, isolated: Run
 ) -> None:
     assert [run.living() for run in (deadly, refused, stuck, clinging, isolated)] == [[]] * 5
+
+
+def test_rows_after_a_routing_file_was_replaced_are_failed_not_filed_under_the_old_one(swapped: Run) -> None:
+    by_tokens = {row["tokens"]: row for row in swapped.rows()}
+    assert by_tokens["1"]["status"] == "ok"
+    for tokens in ("2", "4"):
+        assert by_tokens[tokens]["status"] == "failed"
+        assert by_tokens[tokens]["reason"].startswith("ROUTING: the file was changed while the run was going on")
+    assert swapped.code == 1

@@ -126,9 +126,14 @@ def test_an_nvidia_smi_that_fails_means_no_gpus(monkeypatch: pytest.MonkeyPatch,
 def test_the_fingerprint_holds_an_allow_list_and_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGA_TOKEN", SECRET)
     monkeypatch.setenv("HOSTNAME", f"host-{SECRET}")
+    for name in ("NCCL_SOCKET_IFNAME", "VLLM_API_KEY", "TORCH_HOME", "NCCL_COMM_ID", "VLLM_HOST_IP"):
+        monkeypatch.setenv(name, SECRET)
+    monkeypatch.setenv("NCCL_PROTO", "LL128")
     for found in (cpu(), h200_pair()):
         told = fingerprint(found)
-        assert set(told) == set("device gpus driver nics cpu cores memory_bytes kernel libc python packages".split())
+        names = "device gpus driver nics cpu cores memory_bytes kernel libc python packages environment"
+        assert set(told) == set(names.split())
+        assert told["environment"]["NCCL_PROTO"] == "LL128"  # type: ignore[index]
         text = json.dumps(told)
         assert SECRET not in text
         assert "GPU-0000" not in text  # a UUID names one card of one owner

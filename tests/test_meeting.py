@@ -39,6 +39,10 @@ def card(host: str = "a", env: dict[str, str] | None = None, **knobs: str) -> Ca
     return json.loads(json.dumps(made | {"host": host}))  # as it comes over the wire
 
 
+def card_software() -> dict[str, str]:
+    return dict(card()["device and software"])
+
+
 # --- comparing --------------------------------------------------------------------------------------------------------
 
 
@@ -55,10 +59,14 @@ def test_nodes_with_the_same_command_agree_whatever_their_folders_and_ranks_are(
         ({"section": "comm"}, "section differs between nodes: ref on node 0 (a), comm on node 1 (b); give every"),
         ({"code": "s1", "git": "g2+"}, " on node 0 (a), g2+ s1 on node 1 (b); give every node the same"),
         (
-            {"device": "CPU (x)"},
+            {"device and software": card_software() | {"device": "CPU (x)"}},
             "device differs between nodes: CPU (Some CPU, 8 cores) on node 0 (a), CPU (x) on node 1",
         ),
-        ({"torch": ""}, " on node 0 (a), none on node 1 (b)"),
+        ({"device and software": card_software() | {"torch": "9.9"}}, " on node 0 (a), 9.9 on node 1 (b)"),
+        (
+            {"device and software": card_software() | {"NCCL_PROTO": "LL"}},
+            "NCCL_PROTO differs between nodes: none on node 0 (a), LL on node 1 (b)",
+        ),
         ({"trouble": "NIC=x: leaves no RDMA device"}, "node 1 (b): NIC=x: leaves no RDMA device"),
         ({"cases": []}, "plan differs between nodes: torch e2e T=8 only on node 0 (a); give every node the same"),
         (

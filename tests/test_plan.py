@@ -13,7 +13,7 @@ from knob_helpers import BLACKWELL, CPU, HOPPER, parsed, swept, write_routing
 from machine_helpers import GB, PACKAGES, b200_quad, cpu, h200_pair, machine
 
 from bench import comm, fi_mega, ref, split, vllm_mega
-from lib import plan
+from lib import plan, provenance
 from lib.contract import OK, Backend, Support, Variant, unsupported
 from lib.knobs import Knobs, MachineFacts, parse_knobs
 from lib.machine import Machine
@@ -282,12 +282,32 @@ def test_the_key_is_of_the_code_the_device_and_the_section(monkeypatch: pytest.M
     assert case_of(ref.SECTION, cpu(), parsed()).key != key
 
 
+def test_the_key_is_of_the_packages_and_of_what_tunes_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "NCCL_PROTO"):
+        monkeypatch.delenv(name, raising=False)
+    keys = {case_of(ref.SECTION, cpu(), parsed()).key}
+    monkeypatch.setenv("OMP_NUM_THREADS", "64")
+    keys.add(case_of(ref.SECTION, cpu(), parsed()).key)
+    monkeypatch.setenv("NCCL_PROTO", "LL128")
+    keys.add(case_of(ref.SECTION, cpu(), parsed()).key)
+    monkeypatch.setattr(plan, "software", lambda: {"torch": "9.9.9"})
+    keys.add(case_of(ref.SECTION, cpu(), parsed()).key)
+    assert len(keys) == 4
+
+
+def test_where_caches_lie_and_which_interface_is_used_leave_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = case_of(ref.SECTION, cpu(), parsed()).key
+    for name in ("TRITON_CACHE_DIR", "CUDA_HOME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "VLLM_CACHE_ROOT"):
+        monkeypatch.setenv(name, "x")
+    assert case_of(ref.SECTION, cpu(), parsed()).key == key
+
+
 def test_another_routing_in_a_file_of_the_same_name_is_another_case(tmp_path: Path) -> None:
     path, knobs = tmp_path / "r.npy", parsed(TOKENS="8")
     keys = []
     for first in (0, 4):
         np.save(path, np.broadcast_to(np.arange(first, first + 4), (2, 8, 4)).astype(np.int64))
-        plan.file_digest.cache_clear()  # a run reads a file once; here are two runs
+        provenance.file_digest.cache_clear()  # a run reads a file once; here are two runs
         keys.append(case_of(ref.SECTION, cpu(), replace(knobs, routing=str(path))).key)
     assert keys[0] != keys[1]
 

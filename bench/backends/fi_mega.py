@@ -146,7 +146,7 @@ class FiMegaSession(Session):
         return "nvlink" if self.problem.world > 1 else "local"
 
     def versions(self) -> dict[str, str]:
-        from lib.machine import package_version
+        from lib.provenance import package_version
 
         packages = (*self.engine.backend.packages, "flashinfer-python")
         found = {name: package_version(name) for name in sorted(packages)}

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from bench.backends.vllm_limits import SCALE_BLOCK, version_label
 from lib.contract import Group, Missing, Unsupported
-from lib.machine import package_version
 from lib.problem import Problem, expert_weights
+from lib.provenance import package_version
 
 if TYPE_CHECKING:
     import torch

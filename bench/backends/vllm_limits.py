@@ -19,9 +19,10 @@ from bench.backends.deepep_limits import (
     low_latency_reason,
 )
 from lib.contract import OK, Support, Variant, missing, unsupported
-from lib.machine import Machine, package_version
+from lib.machine import Machine
 from lib.plan import needs_packages
 from lib.problem import Problem
+from lib.provenance import package_version
 
 VLLM = {"vllm": "vLLM (pip install vllm)"}
 DEEPEP = {"deep_ep": "DeepEP (https://github.com/deepseek-ai/DeepEP)"}

@@ -18,8 +18,8 @@ from bench.backends.deepep_handles import ht_sources, ll_sources
 from bench.backends.deepep_limits import SCALE_BLOCK
 from bench.backends.vllm_limits import split_slots
 from lib.contract import Group, Missing, Phase, Received, Session
-from lib.machine import package_version
 from lib.problem import Inputs, Problem
+from lib.provenance import package_version
 
 if TYPE_CHECKING:
     import torch

@@ -21,8 +21,8 @@ from bench.backends.vllm_sessions import (
     first_run,
 )
 from lib.contract import Backend, Engine, Group, Missing, Support, Variant
-from lib.machine import package_version
 from lib.problem import Inputs, Problem
+from lib.provenance import package_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable

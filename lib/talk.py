@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Sequence
+
+NO_LETTER = "\N{REPLACEMENT CHARACTER}"
+# Control characters, line separators, what turns the direction of writing, halves of surrogate pairs.
+UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Text of somebody else's file: a terminal obeys control characters, and no stream takes a lone surrogate."""
+    return UNPRINTABLE.sub(NO_LETTER, text)
 
 
 def say(text: str) -> None:

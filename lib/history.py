@@ -36,6 +36,17 @@ def utc(stamp: str) -> datetime:
     return datetime.strptime(stamp[:16], "%Y%m%dT%H%M%SZ").replace(tzinfo=timezone.utc)
 
 
+def is_stamp(text: str) -> bool:
+    """One like 20261130T190000Z or 20261130T190000Z-2, of a time that there is."""
+    if not re.fullmatch(STAMP, text):
+        return False
+    try:
+        utc(text)
+    except ValueError:
+        return False
+    return True
+
+
 def machine_key(row: Mapping[str, str]) -> str:
     """Whose baseline a row belongs to: the device and how many of it, as part of a file name."""
     device = re.sub(r"[^a-z0-9]+", "-", row["device"].lower()).strip("-")
@@ -93,7 +104,7 @@ def with_nights(rows: list[Row]) -> list[Row]:
     places: dict[str, tuple[str, str]] = {}
     night, before, count = "", None, 0
     for stamp in sorted({row["stamp"] for row in rows}):
-        if not re.fullmatch(STAMP, stamp):
+        if not is_stamp(stamp):
             raise BaselineError(f"stamp '{stamp}' is not one like 20261130T190000Z; is this a file of the suite?")
         if before is None or utc(stamp) - before > SAME_NIGHT:
             night, count = stamp, 0
@@ -149,8 +160,9 @@ def read_verdicts(path: Path) -> dict[str, Any]:
 
 
 def _by_stamp(folder: Path, pattern: str) -> dict[str, Path]:
+    """A name whose digits are no date is not a night's: it is left alone."""
     found = {match[1]: path for path in folder.iterdir() if (match := re.fullmatch(pattern, path.name))}
-    return dict(sorted(found.items()))
+    return {stamp: path for stamp, path in sorted(found.items()) if is_stamp(stamp)}
 
 
 def gather(folder: Path, night: str) -> list[Row]:

@@ -87,7 +87,11 @@ FAULTS = [
     Fake("hangs_in_open", opening=faults.hang_in_open),
     Fake("isolated", isolation="point"),
     Fake("of_another_family", family="another"),
-    Fake("profiled", at={1: profiler.HasAProfiler, 2: profiler.HasABrokenProfiler, 3: profiler.BuiltWithoutProfiler}),
+    Fake(
+        "profiled",
+        at={1: profiler.HasAProfiler, 2: profiler.HasABrokenProfiler, 3: profiler.BuiltWithoutProfiler}
+        | {5: profiler.DiesInItsProfiler},
+    ),
 ]
 FAKES = {fake.name: fake for fake in [*FAULTS, *(Fake(name, always=session) for name, session in TEETH.items())]}
 

@@ -112,11 +112,19 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], bool]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            _ = record["key"], record["row"]["status"]
-        except (ValueError, KeyError, TypeError) as error:
+            _check_record(record)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise SchemaError(f"{path}: line {number} is not a record; mend it, or start a new run") from error
         records.append(record)
     return records, torn
+
+
+def _check_record(record: Any) -> None:
+    """Raises ValueError, KeyError or TypeError on one that `append` did not write."""
+    key, row = record["key"], record["row"]
+    if not isinstance(key, str) or not isinstance(row, dict) or row["status"] not in STATUSES:
+        raise TypeError("key, row or status")
+    csv_line(row)
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, str]], bool]:

@@ -16,7 +16,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from lib.rows import COLUMNS, HEADER, SCHEMA, SchemaError, cell, read_rows
+from lib.rows import COLUMNS, HEADER, SCHEMA, SchemaError, cell, dict_rows, read_rows
 
 Row = dict[str, str]
 NIGHT_COLUMNS = ("night", "start", "again", *COLUMNS)  # again = 1: of the second run that suspects get
@@ -81,7 +81,8 @@ def as_text(rows: Iterable[Mapping[str, str]]) -> str:
 def read(path: Path) -> tuple[list[Row], list[str]]:
     """Rows with night, start and again, of a night's file, a baseline, or plain rows; and notices.
 
-    Raises BaselineError on a file that is missing, empty or of another schema, or has a broken line.
+    Raises BaselineError on a file that is missing, empty or of another schema, or has a line without one cell a column;
+    SchemaError on a line that is no CSV.
     """
     try:
         *lines, tail = path.read_text(errors="replace").split("\n")
@@ -91,7 +92,7 @@ def read(path: Path) -> tuple[list[Row], list[str]]:
     if header not in (HEADER, NIGHT_HEADER):
         what = "is empty" if not lines and not tail else f"its header is not that of schema {SCHEMA}"
         raise BaselineError(f"{path}: {what}; give a CSV that this version of the suite wrote")
-    rows = list(csv.DictReader(lines))
+    rows = dict_rows(path, lines)
     for number, row in enumerate(rows, 2):
         if row["repro"] is None or None in row:
             raise BaselineError(f"{path}: line {number} has not one cell a column; mend it or leave it out")

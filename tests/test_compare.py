@@ -56,6 +56,7 @@ BROKEN = {
     "another schema": HEADER.replace("lat_us_p50", "latency_us") + "1\n",
     "no number": history.as_text([made | {"lat_us_p50": "fast"} for made in baseline()]),
     "a short line": history.NIGHT_HEADER + "20261101T020000Z,1,0,1\n" + "x\n",
+    "a cell of megabytes": history.as_text(baseline()) + "x" * 17_000_000 + "\n",
     "no stamp": HEADER + "1,yesterday" + "," * (len(COLUMNS) - 2) + "\n",
 }
 

@@ -305,6 +305,15 @@ def test_an_edited_record_is_named_by_file_and_line(name: str, value: object, tm
     assert files.csv.read_text() == before
 
 
+def test_a_librarys_long_words_are_read_again_and_a_cell_of_megabytes_is_named(tmp_path: Path) -> None:
+    files = written(tmp_path, a_row(reason="long " * 100_000, status="wrong"), a_row(64))
+    assert len(read_rows(files.csv)[0][0]["reason"]) == 5 * 100_000 - 1
+    opened(tmp_path, resume=True).close()
+    files.csv.write_text(files.csv.read_text() + "x" * 17_000_000 + "\n")
+    with pytest.raises(SchemaError, match=r"csv: line 4 is not a row \(field larger than .*; mend it"):
+        opened(tmp_path, resume=True)
+
+
 def test_a_row_for_a_file_that_was_removed_is_handed_back(tmp_path: Path) -> None:
     files = opened(tmp_path)
     files.csv.unlink()

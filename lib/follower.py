@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from lib import nic
@@ -26,6 +27,7 @@ from lib.nodes import BEATS_A_SILENCE, NODE_SILENT_S, NOT_MET, POLL_S, address_k
 from lib.plan import Case
 from lib.ranks_environment import LOOPBACK, worker_environment
 from lib.talk import say
+from lib.trace_files import remove_unfinished
 
 if TYPE_CHECKING:
     from lib.knobs import Knobs
@@ -78,7 +80,7 @@ class Follower:
         self.environment, self.interface = environment, nic.interface_of(plain_address(link.sock.getsockname()[0]))
         self.agent: Agent | None = None
         self.reader: threading.Thread | None = None
-        self.group, self.told_end = "", False  # of the agent
+        self.group, self.mark, self.told_end = "", "", False  # of the agent
         self.heard, self.welcome = time.monotonic(), False
 
     def run(self, card: Card) -> int:
@@ -147,8 +149,8 @@ class Follower:
             self.tell({"type": "marks", "columns": self.monitor.columns()})
 
     def _start(self, message: Message) -> None:
-        self.agent, self.told_end = Agent(message["mark"], self.launcher, self.ranks), False
-        self.group = message["group"]
+        self.group, self.mark = message["group"], message["mark"]
+        self.agent, self.told_end = Agent(self.mark, self.launcher, self.ranks), False
         control = f"{self.host}:{message['port']}"
         # on node 0 itself the way to node 0 may be the loopback, which is nobody else's way here
         way = message["interface"] if self.interface == LOOPBACK else self.interface
@@ -186,7 +188,11 @@ def follow(section: str, launcher: Launcher, knobs: Knobs, machine: Machine, cas
     ranks = 1 if launcher.joined else knobs.gpus
     try:
         link = find_node_0(section, launcher, knobs)
-        code = Follower(link, launcher, ranks, monitor, partial(worker_environment, knobs, machine)).run(card)
+        follower = Follower(link, launcher, ranks, monitor, partial(worker_environment, knobs, machine))
+        try:
+            code = follower.run(card)
+        finally:
+            remove_unfinished(Path(knobs.out_dir), follower.mark, section)
     except NodeZeroGoneError as error:
         say(f"{section}: {error}" + ("; the rows that it has written stand" if error.met else ""))
         return FAILED_EXIT if error.met else NOT_MET

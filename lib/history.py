@@ -16,7 +16,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from lib.rows import COLUMNS, HEADER, SCHEMA, SchemaError, cell, read_rows
+from lib.rows import COLUMNS, HEADER, SCHEMA, SchemaError, cell, dict_rows, read_rows
 
 Row = dict[str, str]
 NIGHT_COLUMNS = ("night", "start", "again", *COLUMNS)  # again = 1: of the second run that suspects get
@@ -34,6 +34,17 @@ class BaselineError(Exception):
 
 def utc(stamp: str) -> datetime:
     return datetime.strptime(stamp[:16], "%Y%m%dT%H%M%SZ").replace(tzinfo=timezone.utc)
+
+
+def is_stamp(text: str) -> bool:
+    """One like 20261130T190000Z or 20261130T190000Z-2, of a time that there is."""
+    if not re.fullmatch(STAMP, text):
+        return False
+    try:
+        utc(text)
+    except ValueError:
+        return False
+    return True
 
 
 def machine_key(row: Mapping[str, str]) -> str:
@@ -70,7 +81,8 @@ def as_text(rows: Iterable[Mapping[str, str]]) -> str:
 def read(path: Path) -> tuple[list[Row], list[str]]:
     """Rows with night, start and again, of a night's file, a baseline, or plain rows; and notices.
 
-    Raises BaselineError on a file that is missing, empty or of another schema, or has a broken line.
+    Raises BaselineError on a file that is missing, empty or of another schema, or has a line without one cell a column;
+    SchemaError on a line that is no CSV.
     """
     try:
         *lines, tail = path.read_text(errors="replace").split("\n")
@@ -80,7 +92,7 @@ def read(path: Path) -> tuple[list[Row], list[str]]:
     if header not in (HEADER, NIGHT_HEADER):
         what = "is empty" if not lines and not tail else f"its header is not that of schema {SCHEMA}"
         raise BaselineError(f"{path}: {what}; give a CSV that this version of the suite wrote")
-    rows = list(csv.DictReader(lines))
+    rows = dict_rows(path, lines)
     for number, row in enumerate(rows, 2):
         if row["repro"] is None or None in row:
             raise BaselineError(f"{path}: line {number} has not one cell a column; mend it or leave it out")
@@ -93,7 +105,7 @@ def with_nights(rows: list[Row]) -> list[Row]:
     places: dict[str, tuple[str, str]] = {}
     night, before, count = "", None, 0
     for stamp in sorted({row["stamp"] for row in rows}):
-        if not re.fullmatch(STAMP, stamp):
+        if not is_stamp(stamp):
             raise BaselineError(f"stamp '{stamp}' is not one like 20261130T190000Z; is this a file of the suite?")
         if before is None or utc(stamp) - before > SAME_NIGHT:
             night, count = stamp, 0
@@ -149,8 +161,9 @@ def read_verdicts(path: Path) -> dict[str, Any]:
 
 
 def _by_stamp(folder: Path, pattern: str) -> dict[str, Path]:
+    """A name whose digits are no date is not a night's: it is left alone."""
     found = {match[1]: path for path in folder.iterdir() if (match := re.fullmatch(pattern, path.name))}
-    return dict(sorted(found.items()))
+    return {stamp: path for stamp, path in sorted(found.items()) if is_stamp(stamp)}
 
 
 def gather(folder: Path, night: str) -> list[Row]:

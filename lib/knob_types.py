@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -179,17 +180,25 @@ def section_list(text: str, base: Path) -> tuple[str, ...]:
 
 
 def auto_or_json_object(text: str, base: Path) -> str | dict[str, Any]:
+    twice: list[str] = []  # of the two values one would be lost without a word
+
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"{constant} is not JSON")
+
+    def named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice.extend(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        return dict(pairs)
 
     if text == "auto":
         return text
     try:
-        value = json.loads(text, parse_constant=refuse)
+        value = json.loads(text, parse_constant=refuse, object_pairs_hook=named_once)
     except ValueError as error:
         raise ValueError(f"is not JSON ({error}); {OBJECT_EXAMPLE}") from error
     if not isinstance(value, dict):
         raise ValueError(f"must be an object; {OBJECT_EXAMPLE}")
+    if twice:
+        raise ValueError(f"names '{shown(twice[0])}' twice; name it once")
     return value
 
 

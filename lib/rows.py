@@ -12,7 +12,7 @@ import fcntl
 import io
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,12 @@ AGAIN = ("interrupted", "failed", "timeout")  # what a resumed run does once mor
 READ_AS_MISSING = frozenset(
     "#N/A|#N/A N/A|#NA|-1.#IND|-1.#QNAN|-NaN|-nan|1.#IND|1.#QNAN|<NA>|N/A|NA|NULL|NaN|None|n/a|nan|null".split("|")
 )
+csv.field_size_limit(16_000_000)  # characters; a reason holds a library's words whole, and csv's own limit is 131072
 SIX_DIGITS_BELOW = 1e5  # above it, `:.6g` would turn to an exponent
 
 
 class SchemaError(Exception):
-    """A file whose header is not this schema's."""
+    """A file whose header is not this schema's, or a line that is not a row or record."""
 
 
 class LockedError(Exception):
@@ -112,19 +113,37 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], bool]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            _ = record["key"], record["row"]["status"]
-        except (ValueError, KeyError, TypeError) as error:
+            _check_record(record)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise SchemaError(f"{path}: line {number} is not a record; mend it, or start a new run") from error
         records.append(record)
     return records, torn
 
 
+def _check_record(record: Any) -> None:
+    """Raises ValueError, KeyError or TypeError on one that `append` did not write."""
+    key, row = record["key"], record["row"]
+    if not isinstance(key, str) or not isinstance(row, dict) or row["status"] not in STATUSES:
+        raise TypeError("key, row or status")
+    csv_line(row)
+
+
 def read_rows(path: Path) -> tuple[list[dict[str, str]], bool]:
-    """CSV rows of a file, and whether a torn last line was dropped. Raises SchemaError on another header."""
+    """CSV rows of a file, and whether a torn last line was dropped. Raises SchemaError on another header or row."""
     lines, torn = _whole_lines(path)
     if not lines or lines[0] + "\n" != HEADER:
         raise SchemaError(f"{path}: its header is not that of schema {SCHEMA}; it was written by another version")
-    return list(csv.DictReader(lines)), torn
+    return dict_rows(path, lines), torn
+
+
+def dict_rows(path: Path, lines: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of CSV lines, the header first; None where a line lacks a cell. Raises SchemaError on a huge cell."""
+    rows = csv.DictReader(lines)
+    try:
+        return list(rows)
+    except csv.Error as error:
+        number = rows.reader.line_num
+        raise SchemaError(f"{path}: line {number} is not a row ({error}); mend it or leave it out") from error
 
 
 class RowFiles:

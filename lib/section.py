@@ -33,6 +33,7 @@ from lib.ranks_environment import worker_environment
 from lib.routing_spec import parse_routing
 from lib.rows import COLUMNS, SCHEMA, LockedError, RowFiles, SchemaError, WriteError
 from lib.talk import say, show
+from lib.trace_files import remove_unfinished
 from lib.version import git_label
 from lib.wire import pack_case, pack_knobs
 
@@ -169,6 +170,7 @@ class Run:
             finally:
                 self.monitor.close()
                 self.progress.close()
+                remove_unfinished(Path(self.knobs.out_dir), self.stamp, self.section.name)
                 self.files.close()
 
     def _log_header(self) -> None:

@@ -19,6 +19,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lib.talk import printable
 from lib.trace_json import JsonPieces, NotJson
 
 MAX_BYTES = 200_000_000  # of JSON text, read without a word; more needs max_bytes=None
@@ -42,7 +43,7 @@ class TraceTooLarge(TraceError):  # noqa: N818 - reads better where it is caught
 
 @dataclass(frozen=True)
 class Trace:
-    """The spans of one file, ordered by start; n = number of spans, m = number of instant events.
+    """The spans of one file, ordered by start, names printable; n = number of spans, m = number of instant events.
 
     name_of, category_of, thread_of [n] int64: indices into `names`, `categories`, `threads` (pid, tid; "" = missing) ·
     start_us, end_us [n] float64 · mark_name_of [m], mark_us [m]: the instant events.
@@ -207,9 +208,9 @@ class _Columns:
         marks = np.flatnonzero(phase == INSTANT)
         return Trace(
             path,
-            list(self.names),
-            [str(category) for category in self.categories],
-            [(str(pid), str(tid)) for pid, tid in self.threads],
+            [printable(name) for name in self.names],
+            [printable(str(category)) for category in self.categories],
+            [(printable(str(pid)), printable(str(tid))) for pid, tid in self.threads],
             name[first],
             category[first],
             thread[first],

@@ -13,17 +13,14 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lib.trace import TraceError, read_trace
-
-if TYPE_CHECKING:
-    from lib.plan import Case
+from lib.trace_files import fresh
 
 MAX_BYTES = 64_000_000  # of JSON text in one file, well below what lib/trace.py reads without a word
 ITERATION_CATEGORY = "iteration"
 PHASE_THREAD = 1 << 20  # the row of iterations and phases: no stream and no profiler's thread has this number
-FRESH = ".new."  # in front of the name of a file that is not whole yet
 NS_DIGITS = 3  # of a microsecond
 Event = dict[str, Any]
 
@@ -57,12 +54,6 @@ class Alignment:
     shift_us: list[float]
     residual_us: float  # at most
     typical_us: float  # the median over ranks above 0 and iterations
-
-
-def trace_name(rank: int, stamp: str, case: Case) -> str:
-    """The file's name; the case's key at its end keeps the cases of a run apart, whatever they differ in."""
-    words = (case.section, case.variant.name, case.variant.dispatch_dtype, f"T{case.problem.tokens}", case.timing)
-    return f"trace_rank_{rank}_{stamp}_{'_'.join(filter(None, words))}_{case.key}.json"
 
 
 def align(barriers_us: Sequence[Sequence[float]]) -> Alignment:
@@ -147,19 +138,3 @@ def check(path: Path, spans: int | None = None) -> None:
     if read.complaint or (found == 0 if spans is None else found != spans):
         wanted = "" if spans is None else f" of {spans}"
         raise TraceError(f"{path} was read back with {found}{wanted} spans{read.complaint and ', '}{read.complaint}")
-
-
-class fresh:  # noqa: N801 - reads as `with fresh(path) as place`
-    """A name beside `path` under which to write; the file takes its own name at the end, or goes on an error."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.place = path, path.with_name(f"{FRESH}{path.name}")
-
-    def __enter__(self) -> Path:
-        return self.place
-
-    def __exit__(self, kind: object, error: object, where: object) -> None:
-        if kind is None:
-            self.place.replace(self.path)
-        else:
-            self.place.unlink(missing_ok=True)

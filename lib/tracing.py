@@ -12,8 +12,9 @@ from lib.contract import LibraryProfiler, Session
 from lib.measure import Bench, gather
 from lib.plan import Case
 from lib.trace import BARRIER, TraceError
+from lib.trace_files import FRESH, fresh, trace_name
 from lib.trace_record import NothingRecorded, record_device, record_host
-from lib.trace_write import FRESH, MAX_BYTES, Iteration, align, check, encoded, fitting, fresh, thread_names, trace_name
+from lib.trace_write import MAX_BYTES, Iteration, align, check, encoded, fitting, thread_names
 from lib.trace_write import write_trace as write
 
 MAX_ITERATIONS = 20

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lib.talk import printable
+
 VERDICTS = ("REGRESSED", "LOST", "INCOMPARABLE", "NO_BASELINE", "INCONCLUSIVE", "IMPROVED", "OK")  # worst first
 SHOWN_ROWS = 40
 
@@ -53,4 +55,4 @@ def document_lines(document: Mapping[str, Any]) -> list[str]:
         lines.append(f"... and {len(told) - SHOWN_ROWS} more, all in the JSON")
     lines += [f"differs: {entry}" for entry in document["suspects"]]
     lines += [f"notice: {entry}" for entry in document["notices"]]
-    return [*lines, document["line"]]
+    return [printable(line) for line in (*lines, document["line"])]  # a cell may hold a line end or a tab

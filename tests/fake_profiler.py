@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 from lib.contract import LibraryProfiler
@@ -33,6 +35,13 @@ class HasABrokenProfiler(HasAProfiler):
         super()._write(path)
         if self.rank == 1:
             path.write_text(path.read_text()[:1000])
+
+
+class DiesInItsProfiler(HasAProfiler):
+    def _write(self, path: Path) -> None:
+        super()._write(path)
+        if self.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class BuiltWithoutProfiler(FakeSession):

@@ -88,7 +88,11 @@ FAULTS = [
     Fake("swaps_the_routing", at={2: faults.SwapsTheRoutingFile}),
     Fake("isolated", isolation="point"),
     Fake("of_another_family", family="another"),
-    Fake("profiled", at={1: profiler.HasAProfiler, 2: profiler.HasABrokenProfiler, 3: profiler.BuiltWithoutProfiler}),
+    Fake(
+        "profiled",
+        at={1: profiler.HasAProfiler, 2: profiler.HasABrokenProfiler, 3: profiler.BuiltWithoutProfiler}
+        | {5: profiler.DiesInItsProfiler},
+    ),
 ]
 FAKES = {fake.name: fake for fake in [*FAULTS, *(Fake(name, always=session) for name, session in TEETH.items())]}
 

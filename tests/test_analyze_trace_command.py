@@ -256,6 +256,26 @@ def test_names_that_look_like_formulas_or_hidden_labels_are_drawn_as_they_are(tm
     assert (answer.returncode, answer.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("option", ["--no-picture", "--json", "--out"])
+def test_letters_that_no_stream_takes_and_a_terminal_would_obey_are_replaced(tmp_path: Path, option: str) -> None:
+    names = ["lone \ud800", "red \x1b[31m"]
+    path = write(tmp_path / "trace.json", [complete(name, i, 0, 100, cat=name) for i, name in enumerate(names)])
+    answer = run(path, option, *([tmp_path / "a.svg"] if option == "--out" else []))
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert "\x1b" not in answer.stdout
+    assert json.dumps("lone \ufffd") in answer.stdout if option == "--json" else "lone \ufffd" in answer.stdout
+
+
+@pytest.mark.parametrize("option", ["--no-picture", "--json"])
+def test_output_that_cannot_be_written_is_a_sentence(tmp_path: Path, option: str) -> None:
+    path = write(tmp_path / "trace.json", v1_events(1))
+    command = [sys.executable, ROOT / "tools" / "analyze_ep_trace.py", path, "--no-picture", option]
+    with Path("/dev/full").open("w") as full:
+        answer = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert answer.returncode == 2
+    assert answer.stderr == "analyze_ep_trace: the output can't be written: No space left on device\n"
+
+
 def test_lanes_of_a_trace_without_spans_are_empty(tmp_path: Path) -> None:
     spans = spans_of(read_trace(write(tmp_path / "trace.json", [{"ph": "M", "name": "x"}])))
     assert spans.lanes == ["serial"]

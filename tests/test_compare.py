@@ -56,6 +56,7 @@ BROKEN = {
     "another schema": HEADER.replace("lat_us_p50", "latency_us") + "1\n",
     "no number": history.as_text([made | {"lat_us_p50": "fast"} for made in baseline()]),
     "a short line": history.NIGHT_HEADER + "20261101T020000Z,1,0,1\n" + "x\n",
+    "a cell of megabytes": history.as_text(baseline()) + "x" * 17_000_000 + "\n",
     "no stamp": HEADER + "1,yesterday" + "," * (len(COLUMNS) - 2) + "\n",
 }
 
@@ -72,11 +73,29 @@ def test_what_is_no_baseline_is_one_sentence_and_exit_3(text: str | None, files:
         assert "Traceback" not in answer.stderr
 
 
-def test_an_unknown_metric_is_exit_3_and_a_missing_argument_exit_2(files: tuple[Path, Path]) -> None:
-    answer = compare(*files, "--metric", "latency")
-    assert answer.returncode == 3
+def test_wrong_usage_is_exit_2_with_json_or_without(files: tuple[Path, Path], tmp_path: Path) -> None:
+    answer = compare(*files, "--metric", "latency", "--json", tmp_path / "v.json")
+    assert answer.returncode == 2
     assert "lat_us_p50" in answer.stderr
-    assert compare(files[0]).returncode == 2
+    assert compare(files[0], "--json", tmp_path / "v.json").returncode == 2
+    for place in (tmp_path, tmp_path / "absent" / "v.json"):
+        answer = compare(*files, "--json", place)
+        assert answer.returncode == 2
+        assert answer.stderr.startswith(f"--json {place}: cannot be written")
+        assert answer.stdout.startswith("green ")
+
+
+def test_control_characters_of_a_cell_reach_no_terminal(files: tuple[Path, Path], tmp_path: Path) -> None:
+    hostile = "torch\x1b]0;x\x07\x9b2J\x1b[2J\u202e\x7f"
+    rows = [made | {"variant": hostile, "transport": hostile} for made in night(9, quiet(1000))]
+    answers = [compare(files[0], file_of(tmp_path / "new.csv", rows), "--json", tmp_path / "v.json")]
+    answers += [compare(file_of(tmp_path / "bad.csv", [made | {"lat_us_p50": hostile} for made in rows]), files[1])]
+    assert "torch\ufffd]0;x" in answers[0].stdout
+    for answer in answers:
+        for text in (answer.stdout, answer.stderr):
+            assert not set(hostile).difference("torch]0;x2J[") & set(text)
+    written = json.loads((tmp_path / "v.json").read_text())["verdicts"]
+    assert hostile in {verdict["variant"] for verdict in written}  # whole there: JSON escapes it
 
 
 def test_a_torn_last_line_is_left_out_with_a_notice(files: tuple[Path, Path]) -> None:

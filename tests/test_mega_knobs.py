@@ -60,6 +60,13 @@ def test_a_mega_object_is_not_looked_at_by_other_sections() -> None:
     assert parsed(SECTION="ref", MEGA_KNOBS='{"flag_bach": 4}').mega_knobs == {"flag_bach": 4}
 
 
+@pytest.mark.parametrize("section", ["fi_mega", "ref"])
+def test_a_name_that_an_object_has_twice_is_refused(section: str) -> None:
+    text = '{"flag_batch": 4, "group_hint": 2, "flag_batch": 8}'
+    sentence = f"MEGA_KNOBS={text}: names 'flag_batch' twice; name it once"
+    assert error(BLACKWELL, SECTION=section, MEGA_KNOBS=text) == sentence
+
+
 def test_it_is_said_what_an_object_really_does_and_whom_it_leaves_alone() -> None:
     knobs = parsed(BLACKWELL, **FI, MEGA_KNOBS='{"flag_batch": 4, "mma_tiler_mnk": [128, 128, 256]}')
     *unchanged, replaces = knobs.notices

@@ -15,6 +15,7 @@ from lib.contract import Phase
 from lib.kernels import SPIN_KERNEL, Kernel
 from lib.launch import Events, Rank, WorkerGroup
 from lib.trace import TraceError, read_trace
+from lib.trace_files import FRESH, trace_name
 from lib.trace_record import BARRIER, ITERATION, PREFIX, NothingRecorded, cut_device, cut_host
 from lib.trace_write import (
     PHASE_THREAD,
@@ -24,7 +25,6 @@ from lib.trace_write import (
     encoded,
     fitting,
     thread_names,
-    trace_name,
     write_trace,
 )
 from tests.fake_profiler import BuiltWithoutProfiler
@@ -35,6 +35,7 @@ ITERS = 3  # of the runs below
 PHASES = [Phase("dispatch", lambda: None), Phase("identity", lambda: None, timed=False), Phase("combine", lambda: None)]
 STREAM, SIDE = 7, 20
 PERIOD_US = 3000.0
+OF_ANOTHER_RUN = f"{FRESH}trace_rank_0_20260101T000000Z_ref_a_T5_e2e_k.json"
 # kernel -> start, end, us from the delay's start; the markers stand at 2100, 2140, 2150 and 2190
 DEVICE = {"barrier_kernel": (2080, 2098), "dispatch": (2103, 2138), "weigh": (2142, 2148), "combine": (2153, 2189)}
 MARKERS = (2100.0, 2140.0, 2150.0, 2190.0)
@@ -200,8 +201,10 @@ def traced(folder: Path) -> Run:
 
 @scenario
 def traced_by_the_library(folder: Path) -> Run:
-    """T=1: the library's profiler; 2: it breaks on rank 1; 3: it is not built in; 4: there is none."""
-    return Run(folder, prefix="sweep").go("profiled", SEQ_LENS="1 2 3 4", ITERS="5", TRACE="library")
+    """T=1: the library's profiler; 2: it breaks on rank 1; 3: it is not built in; 4: there is none; 5: rank 1 dies."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / OF_ANOTHER_RUN).write_text("{")
+    return Run(folder, prefix="sweep").go("profiled", SEQ_LENS="1 2 3 4 5", ITERS="5", TRACE="library")
 
 
 def files_of(run: Run) -> list[Path]:
@@ -265,10 +268,17 @@ def test_without_a_librarys_trace_the_row_says_why_and_stands(traced_by_the_libr
     assert "json ends too early: it is cut off in or after event " in rows["2"]["reason"]
     assert rows["3"]["reason"] == f"TRACE: {BuiltWithoutProfiler.library_profiler(None)}"  # type: ignore[arg-type]
     assert rows["4"]["reason"] == "TRACE: this backend has no profiler of its own; TRACE=1 traces it"
-    left = [path.name for path in files_of(traced_by_the_library) if "_T1_" not in path.name]
+    left = [path.name for path in files_of(traced_by_the_library) if "_T2_" in path.name]
     assert [("_T2_" in name, name.startswith("trace_rank_0")) for name in left] == [(True, True)], (
         "rank 1's is not there"
     )
+
+
+def test_what_a_killed_rank_was_writing_goes_and_another_runs_stays(traced_by_the_library: Run) -> None:
+    (row,) = [row for row in traced_by_the_library.rows() if row["tokens"] == "5"]
+    assert row["reason"].startswith("TRACE: rank 1 died in phase trace (pid ")
+    unfinished = [path.name for path in files_of(traced_by_the_library) if path.name.startswith(FRESH)]
+    assert unfinished == [OF_ANOTHER_RUN]
 
 
 def test_a_group_that_ends_in_the_trace_keeps_the_row_that_was_measured() -> None:

@@ -9,6 +9,7 @@ traces, torch.profiler's. Exit code 2 for wrong usage and for a trace that can't
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ except ImportError:
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a command of its own: runs from anywhere
 
+from lib.talk import say
 from lib.trace import MAX_BYTES, Ints, Trace, TraceError, TraceTooLarge, read_trace
 from tools.trace_analysis import Analysis, Windows, analyze, find_iterations
 from tools.trace_lanes import spans_of
@@ -177,13 +179,24 @@ def _picture_paths(traces: list[Path], out: str | None) -> dict[Path, Path]:
 
 
 def _complain(sentence: str) -> int:
-    print(f"analyze_ep_trace: {sentence}", file=sys.stderr)
+    say(f"analyze_ep_trace: {sentence}")
     return EXIT_USAGE
 
 
-if __name__ == "__main__":
+def _command() -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that has no such letter gets a question mark
     try:
-        sys.exit(main())
+        code = main()
+        print(end="", flush=True)
+        return code
     except BrokenPipeError:  # the reader of our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(EXIT_OK)
+        code = EXIT_OK
+    except OSError as error:
+        code = _complain(f"{error.filename or 'the output'} can't be written: {error.strerror or error}")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter tries once more as it ends
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(_command())

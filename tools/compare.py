@@ -5,13 +5,13 @@
 
 Each of the two is a CSV of rows, of a night (night_*.csv) or of a baseline, or a folder of them. What differs beside
 the figures is told too: versions, transport, code. Nothing can be run again here: a slower row is judged by p <= 0.002.
-Exit code: 0 no row is worse and at least one could be judged; 2 usage; 3 worse, or not comparable, or no baseline.
+Exit code: 0 no row is worse and at least one could be judged; 2 usage, also a metric that has no direction and a --json
+that can't be written; 3 worse, or not comparable, or no baseline.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import sys
 from pathlib import Path
@@ -23,9 +23,10 @@ from lib import verdicts
 from lib.gate import BETTER, METRIC
 from lib.history import BaselineError, Row, read_all, write_whole
 from lib.rows import SchemaError
+from lib.talk import say, show
 from lib.verdict_text import document_lines
 
-RED_EXIT = verdicts.RED_EXIT
+USAGE_EXIT, RED_EXIT = 2, verdicts.RED_EXIT
 
 
 def sides(baseline: Path, new: Path) -> tuple[list[Row], list[Row], list[str]]:
@@ -51,8 +52,6 @@ def sides(baseline: Path, new: Path) -> tuple[list[Row], list[Row], list[str]]:
 
 def compare(baseline: Path, new: Path, metric: str) -> dict[str, object]:
     """The document of docs/nightly.md, "verdicts_<night>.json"."""
-    if metric not in BETTER:
-        raise BaselineError(f"--metric {metric}: no direction is known for it; choose from: {' '.join(BETTER)}")
     old, tonight, notices = sides(baseline, new)
     rows, _ = verdicts.judge_all(old, tonight, metric)
     return verdicts.document(tonight[0]["night"], old, tonight, rows, str(baseline), notices)
@@ -65,14 +64,21 @@ def main() -> int:
     parser.add_argument("--metric", default=METRIC, help=f"column to judge by ({METRIC})")
     parser.add_argument("--json", type=Path, help="also write all verdicts there")
     given = parser.parse_args()
+    if given.metric not in BETTER:
+        parser.error(f"--metric {given.metric}: no direction is known for it; choose from: {' '.join(BETTER)}")
     try:
         document = compare(given.baseline, given.new, given.metric)
-        if given.json:
-            write_whole(given.json, json.dumps(document, indent=1, allow_nan=False) + "\n")
-    except (BaselineError, SchemaError, OSError, ValueError, csv.Error) as error:  # a cell that is no number, or huge
-        print(error, file=sys.stderr)
+        text = json.dumps(document, indent=1, allow_nan=False) + "\n"
+    except (BaselineError, SchemaError, OSError, ValueError) as error:  # the last: a cell that is no number
+        say(str(error))
         return RED_EXIT
-    print("\n".join(document_lines(document)))
+    show(document_lines(document))
+    try:
+        if given.json:
+            write_whole(given.json, text)
+    except OSError as error:
+        say(f"--json {given.json}: cannot be written ({error.strerror}); give another name")
+        return USAGE_EXIT
     return int(str(document["exit"]))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -11,8 +10,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from lib.history import NIGHT_COLUMNS, NIGHT_HEADER
-from lib.rows import COLUMNS, HEADER, SchemaError, read_rows
+from lib.history import NIGHT_HEADER
+from lib.rows import COLUMNS, HEADER, SchemaError, dict_rows, read_rows
 
 Row = dict[str, str]  # the columns of lib/rows.py, and `run`: the night of a night's file, else the stamp
 
@@ -115,8 +114,6 @@ def _add_file(results: Results, path: Path, seen: set[tuple[str, ...]], only: Se
         rows, torn = _read(path)
     except (SchemaError, OSError) as error:
         return [str(error)]
-    except csv.Error as error:  # a cell of megabytes, a NUL byte: no row of ours
-        return [f"{path}: is not a CSV of rows ({error})"]
     results.files += 1
     if torn:
         results.notices.append(f"{path.name}: a torn last line was left out")
@@ -144,9 +141,8 @@ def _read(path: Path) -> tuple[list[dict[str, str]], bool]:
     with path.open(errors="replace") as file:
         if file.readline() != NIGHT_HEADER:
             return read_rows(path)
-        text = file.read()
-    *lines, tail = text.split("\n")
-    return list(csv.DictReader(lines, fieldnames=NIGHT_COLUMNS)), bool(tail)
+        *lines, tail = file.read().split("\n")
+    return dict_rows(path, [NIGHT_HEADER, *lines]), bool(tail)
 
 
 def _read_peaks(results: Results, folder: Path) -> None:

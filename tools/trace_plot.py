@@ -15,6 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from lib.talk import printable
 from tools.trace_analysis import Analysis
 from tools.trace_looks import REST, looks
 from tools.trace_names import short_name
@@ -85,4 +86,4 @@ def _heading(analysis: Analysis, drawn: int, shared: bool) -> str:
     count = len(analysis.windows.start_us)
     shown = f"{drawn} of {count} iterations" if drawn < count else f"{count} iterations"
     scales = "" if shared else ", each to its own scale"
-    return f"{analysis.spans.path.name}: {analysis.spans.variant}, {shown}{scales}"
+    return f"{printable(analysis.spans.path.name)}: {analysis.spans.variant}, {shown}{scales}"

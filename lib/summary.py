@@ -39,11 +39,24 @@ def peaks_text(path: Path) -> str:
 
 
 def header(rows: list[Row], peaks: str) -> str:
-    """One line: machine, its measured peaks, versions, section and what all rows share of the shape."""
+    """One line: machine, its measured peaks, versions, section and what all rows share of the shape.
+
+    Versions and commits are all that the rows were made with: RESUME may have gone on with others.
+    """
     measured = next((row for row in rows if row["versions"]), rows[0])
     shape = " ".join(f"{name}={measured[name]}" for name in SHAPE)
-    parts = [measured["section"], measured["device"], peaks, shape, measured["versions"], measured["git"]]
+    commits = ", ".join(dict.fromkeys(row["git"] for row in rows))
+    parts = [measured["section"], measured["device"], peaks, shape, all_versions(rows), commits]
     return " | ".join(part for part in parts if part)
+
+
+def all_versions(rows: list[Row]) -> str:
+    """`torch 2.13.0, 2.11.0; numpy 2.4.6`: each package once, in the order of the rows."""
+    found: dict[str, dict[str, None]] = {}
+    for part in (part for row in rows for part in row["versions"].split("; ") if part):
+        name, _, version = part.partition(" ")
+        found.setdefault(name, {})[version] = None
+    return "; ".join(f"{name} {', '.join(versions)}" for name, versions in found.items())
 
 
 def row_cells(row: Row, labels: list[str], figures: list[tuple[str, str, int]]) -> list[str]:

@@ -123,9 +123,9 @@ def test_the_peak_is_the_one_that_the_rows_name(tmp_path: Path) -> None:
 # -- cases and panels
 
 
-def test_a_case_is_every_input_of_the_schema_and_the_device() -> None:
+def test_a_case_is_every_input_of_the_schema_with_the_options_and_the_device() -> None:
     inputs = {name for name, told in COLUMN_ROWS.items() if told[1] == "input"}
-    assert {*PANEL_COLUMNS, *FORMAT_COLUMNS, *SERIES_COLUMNS, "tokens"} == inputs | {"device"}
+    assert {*PANEL_COLUMNS, *FORMAT_COLUMNS, *SERIES_COLUMNS, "tokens"} == inputs | {"device", "options"}
 
 
 def panels_of(tmp_path: Path, *rows: dict[str, object]) -> dict[str, list[str]]:
@@ -166,8 +166,23 @@ def test_an_sm_budget_is_a_series_of_its_own(tmp_path: Path) -> None:
 def test_a_graph_that_fell_back_joins_the_timing_that_was_used(tmp_path: Path) -> None:
     used = row(timing="e2e_pipelined", iters_per_graph=None, lat_us_p50=10.0)
     fell = row(timing="e2e_pipelined", iters_per_graph=50, graph="eager: it syncs", lat_us_p50=20.0)
+    fell["repro"] = f"TIMING=graph {used['repro']}"
     (case,) = find_cases(read_results([write_rows(tmp_path / "a.csv", [used, fell])]).rows).values()
     assert case.now("lat_us_p50") == 15.0
+
+
+def test_a_case_that_a_run_has_twice_is_what_it_was_last_and_no_mean_of_both(tmp_path: Path) -> None:
+    """RESUME after a change of the code leaves both rows in the file."""
+    old, new = row(lat_us_p50=10.0, git="g1"), row(lat_us_p50=500.0, git="g2")
+    (case,) = find_cases(read_results([write_rows(tmp_path / "a.csv", [old, new])]).rows).values()
+    assert case.now("lat_us_p50") == 500.0
+
+
+def test_kernel_options_of_the_repro_line_are_series_of_their_own(tmp_path: Path) -> None:
+    plain = row(repro="SECTION=fi_mega MEGA_TIMING=kernel MEGA_ACC=1 ./run.sh")
+    tuned = row(repro="SECTION=fi_mega MEGA_TIMING=kernel MEGA_KNOBS='{\"swap_ab\": true}' ./run.sh")
+    (series,) = panels_of(tmp_path, plain, tuned).values()
+    assert series == ["torch · options MEGA_KNOBS='{\"swap_ab\": true}'", "torch · options none"]
 
 
 def test_the_fastest_is_told_with_its_lead_and_a_small_lead_is_level(tmp_path: Path) -> None:

@@ -25,6 +25,13 @@ def a_csv(folder: Path, *rows: dict[str, object]) -> Path:
     return files.csv
 
 
+def test_the_header_names_every_commit_and_version_that_the_rows_were_made_with(tmp_path: Path) -> None:
+    """RESUME may have gone on after a pull, or with another interpreter."""
+    first = OK | {"versions": "python 3.11.7; torch 2.13.0", "git": "g1"}
+    path = a_csv(tmp_path, first, first, OK | {"versions": "python 3.11.7; torch 2.11.0", "git": "g2+"})
+    assert summary(path)[0].endswith("| python 3.11.7; torch 2.13.0, 2.11.0 | g1, g2+")
+
+
 def test_one_header_line_tells_machine_shape_and_versions(tmp_path: Path) -> None:
     path = a_csv(tmp_path, {"variant": "x", "status": "missing", "reason": "no x"}, OK | {"versions": "torch 2.13.0"})
     shape = "world=2 num_experts=32 topk=4 hidden=512 inter=256 routing=uniform"

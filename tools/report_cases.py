@@ -10,8 +10,9 @@ from statistics import median
 
 from tools.report_data import Row, number
 
-# Together: every input column of the schema, and the device. Rows that agree in all of them measured the same thing.
-SERIES_COLUMNS = ("variant", "comm", "compute_kernel", "algo", "num_sms", "layout", "handle")
+# Together: every input column of the schema, the repro line's options, and the device. Rows that agree in all of them
+# measured the same thing.
+SERIES_COLUMNS = ("variant", "comm", "compute_kernel", "algo", "num_sms", "layout", "handle", "options")
 FORMAT_COLUMNS = ("dispatch_dtype", "combine_dtype")
 PANEL_COLUMNS = tuple(
     """
@@ -97,10 +98,10 @@ def _panel_names(section: str) -> tuple[str, ...]:
 
 
 def find_cases(rows: Iterable[Row]) -> dict[Key, Case]:
-    """Rows are in the order of their runs."""
+    """Rows are in the order of their runs. A case that a run has twice (RESUME after a change) is what it was last."""
     cases: dict[Key, Case] = {}
-    for row in rows:
-        key = case_key(row)
+    last = {(row["place"], row["run"], row["stamp"], row["repro"], case_key(row)): row for row in rows}
+    for (*_, key), row in last.items():
         if key not in cases:
             tokens = number(row, "tokens")
             cases[key] = Case(int(tokens) if tokens is not None and tokens >= 0 and tokens == int(tokens) else None)

@@ -24,6 +24,10 @@ class UsageError(Exception):
     """One sentence for whoever typed the command: the argument and what to give instead."""
 
 
+# What a row was asked for beyond its columns, from its repro line: MEGA_KNOBS and the like.
+OPTION = re.compile(r"(?:^| )((?:MEGA_(?!TIMING|LIST|ACC)[A-Z_]+|EXCLUDE_QUANT(?==1))=(?:'[^']*'|\S*))")
+
+
 @dataclass
 class Results:
     """All rows that were given, oldest run first. `notices` says what was left out, and why."""
@@ -128,6 +132,8 @@ def _add_file(results: Results, path: Path, seen: set[tuple[str, ...]], only: Se
             continue
         seen.add(cells)
         row["run"] = line.get("night") or row["stamp"]
+        row["place"] = f"{path} {line.get('start') or ''}"  # two rows of one case there: the later one counts
+        row["options"] = " ".join(OPTION.findall(row["repro"]))
         if all(row[column] == value for column, value in only):
             results.rows.append(row)
     if twice:

@@ -29,6 +29,7 @@ from fake_server import (
 from tests.harness import wait_until
 from tools import e2e_client, e2e_gate
 from tools.e2e_agreement import agreement, told
+from tools.e2e_lm_eval import task_words
 from tools.e2e_score import Paired, chance, cleaned, flexible, interval, paired, strict, wilson
 from tools.report_e2e import find_e2e
 
@@ -106,6 +107,14 @@ def test_the_margin_decides_and_a_small_sample_is_told_to_be_one(tmp_path: Path,
         assert gate(tmp_path / "exact", *words) == 0  # 2 of 100: just the margin
         assert gate(tmp_path / "less", *words, "--margin", "0.019") == 3
     assert "tell differences of" in verdict(tmp_path / "exact")["notices"][0]
+
+
+def test_a_reference_that_only_guesses_judges_nothing(
+    tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(wrong=19, every=20) as reference, serving(wrong=19, every=20) as candidate:
+        assert gate(tmp_path, "--questions", questions, *both(reference, candidate)) == 3
+    assert capsys.readouterr().out.startswith("FAIL: not judged: the reference has 0.050 right")
 
 
 def test_a_better_candidate_passes(tmp_path: Path, questions: Path) -> None:
@@ -338,6 +347,17 @@ with open(os.path.join(words["--output_path"], "samples_gsm8k_2026.jsonl"), "w")
         for name in ("strict-match", "flexible-extract"):
             file.write(json.dumps({"doc_id": doc, "filter": name, "exact_match": float(doc >= bad)}) + "\\n")
 """
+
+
+def test_lm_eval_is_given_its_own_task_over_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lm_eval").mkdir()
+    (tmp_path / "lm_eval" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["gsm8k", "--reference", "x", "--candidate", "y", "--questions", str(tmp_path / "test.jsonl")]
+    assert task_words(e2e_gate.parser().parse_args(words), tmp_path)[-1] == "gsm8k_file"
+    task = json.loads((tmp_path / "gsm8k_file.yaml").read_text())
+    assert task["include"] == str(tmp_path / "lm_eval/tasks/gsm8k/gsm8k.yaml")
+    assert task["dataset_kwargs"]["data_files"]["test"] == str(tmp_path / "test.jsonl")
 
 
 @pytest.mark.parametrize(("model", "code"), [("same", 0), ("worse", 3), ("broken", 2)])

@@ -14,6 +14,8 @@ from typing import Any
 from lib.progress import Bar, Lines
 from tools.e2e_client import CUT_OFF, Answer, Endpoint, ask_all
 
+LINE_EVERY = 50  # answers
+
 Record = dict[str, Any]
 FIELDS = ("n", "prompt", "model", *(field.name for field in fields(Answer)))
 
@@ -97,7 +99,10 @@ def collect(
             record = {"n": number, "prompt": task.digest(number), "model": endpoint.model, **answer.record()}
             file.write(json.dumps(record) + "\n")
             found[number] = record
-            bar.case(f"question {number}", answer_words(answer))
+            if answer.error or isinstance(bar, Bar) or len(found) % LINE_EVERY == 0 or len(found) == len(task.prompts):
+                bar.case(f"question {number}", answer_words(answer))
+            else:
+                bar.count += 1  # in a log a line each would bury the verdict
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from tools.e2e_answers import AnswersError
 from tools.e2e_client import Endpoint, first_model
 from tools.e2e_verdict import judged
 
-TASK = "gsm8k"
+TASK, FILE_TASK = "gsm8k", "gsm8k_file"
+SAMPLES = "samples_gsm8k_*.jsonl"
 FILTERS = {"strict": "strict-match", "flexible": "flexible-extract"}  # of its gsm8k task
 MODELS = {"completions": "local-completions", "chat": "local-chat-completions"}
 PATHS = {"completions": "completions", "chat": "chat/completions"}
@@ -32,7 +34,7 @@ def run_lm_eval(options: Namespace, stamp: str) -> dict[str, Any]:
             raise AnswersError(f"--{name} {url}: --harness lm_eval asks servers only; give an address")
         models[name] = getattr(options, f"{name}_model") or first_model(Endpoint(url, "", timeout_s=options.timeout))
         folder = options.out_dir / f"e2e_{stamp}" / f"lm_eval_{name}"
-        if not list(folder.rglob(f"samples_{TASK}_*.jsonl")):
+        if not list(folder.rglob(SAMPLES)):
             ask_side(options, url, models[name], folder)
         found[name] = samples(folder)
     return verdict(options, found, models)
@@ -44,7 +46,7 @@ def ask_side(options: Namespace, url: str, model: str, folder: Path) -> None:
     words = f"model={model},base_url={address},num_concurrent={options.concurrency},max_retries={options.tries}"
     words += f",tokenized_requests=False,timeout={options.timeout}"
     command = [sys.executable, "-m", "lm_eval", "--model", MODELS[options.api], "--model_args", words]
-    command += ["--tasks", TASK, "--limit", str(options.count), "--num_fewshot", str(options.shots)]
+    command += [*task_words(options, folder), "--limit", str(options.count), "--num_fewshot", str(options.shots)]
     command += ["--log_samples", "--output_path", str(folder)]
     command += ["--apply_chat_template"] if options.api == "chat" else []
     say(f"e2e_gate: {' '.join(command)}")
@@ -55,10 +57,25 @@ def ask_side(options: Namespace, url: str, model: str, folder: Path) -> None:
         raise AnswersError(f"--harness lm_eval: ended with {answer.returncode}: {last}; {remedy}")
 
 
+def task_words(options: Namespace, folder: Path) -> list[str]:
+    """Its own task, with its data from the Hub; with --questions the same task over that file."""
+    if options.questions is None:
+        return ["--tasks", TASK]
+    spec = importlib.util.find_spec("lm_eval")
+    if spec is None or not spec.submodule_search_locations:
+        return ["--tasks", TASK]  # it will say itself that it is not there
+    theirs = Path(next(iter(spec.submodule_search_locations)), "tasks", TASK, f"{TASK}.yaml")
+    files = {"test": str(options.questions.resolve()), "train": str((options.train or options.questions).resolve())}
+    data = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": files}}
+    task = {"include": str(theirs), "task": FILE_TASK, **data}
+    (folder / f"{FILE_TASK}.yaml").write_text(json.dumps(task))  # JSON is YAML
+    return ["--include_path", str(folder), "--tasks", FILE_TASK]
+
+
 def samples(folder: Path) -> dict[str, dict[int, bool]]:
     """{filter: {question: right}} of the samples that it logged."""
     found: dict[str, dict[int, bool]] = {name: {} for name in FILTERS}
-    for path in sorted(folder.rglob(f"samples_{TASK}_*.jsonl")):
+    for path in sorted(folder.rglob(SAMPLES)):
         for line in path.read_text().splitlines():
             record = json.loads(line)
             for name, its in FILTERS.items():

@@ -16,6 +16,7 @@ from tools.e2e_score import CONFIDENCE, EXTRACT, Paired, chance, interval, paire
 
 SCHEMA = 1
 FLIPS_SHOWN, TITLE_SHOWN = 10, 70
+FLOOR = 0.1  # a reference that has less right can't be told from guessing, so nothing could get worse
 CUT_SHARE_TOLD = 0.02  # of answers that max_tokens ended: from here the figures are of the limit, not of the model
 
 
@@ -52,7 +53,7 @@ def judged(right: Sequence[Sequence[bool]], margin: float, titles: Sequence[str]
     pair = paired(*right)
     low, high = interval(pair)
     half = (high - low) / 2
-    red = pair.difference < -margin - 1e-9
+    red = pair.difference < -margin - 1e-9 or pair.reference < FLOOR
     notices = []
     if half > margin:
         resolved = f"{pair.questions} questions tell differences of {half:.3f} from chance"
@@ -78,6 +79,9 @@ def judged(right: Sequence[Sequence[bool]], margin: float, titles: Sequence[str]
 def gsm8k_line(pair: Paired, limits: tuple[float, float], margin: float, red: bool) -> str:
     shares = f"{pair.candidate:.3f} right, the reference {pair.reference:.3f}"
     difference = f"{pair.difference:+.3f} ({limits[0]:+.3f} to {limits[1]:+.3f} at {CONFIDENCE:.0%})"
+    if pair.reference < FLOOR:
+        about = f"the reference has {pair.reference:.3f} right, and below {FLOOR:g} nothing can be told"
+        return f"FAIL: not judged: {about} ({pair.questions} questions); try --api chat, --train, or agreement"
     verdict = f"below the margin of {margin:g}" if red else f"within the margin of {margin:g}"
     return f"{'FAIL' if red else 'PASS'}: {shares}, {difference}, {verdict}, {pair.questions} questions"
 

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 from lib.rows import COLUMNS
 from lib.talk import say, show
 from tools.report_data import UsageError, read_results
+from tools.report_e2e import find_e2e
 from tools.report_markdown import markdown
 from tools.report_model import Options, Report
 from tools.report_verdicts import find_gate, read_gate
@@ -108,7 +109,7 @@ def _run(options: argparse.Namespace) -> int:
     if baseline is not None and gate is not None:
         results.notices.append(f"--baseline {options.baseline} was not used: {gate.file} has the verdicts")
     told = Options(datetime.now(timezone.utc), options.stale_hours, options.title, str(options.out))
-    report = Report(results, told, gate, baseline)
+    report = Report(results, told, gate, baseline, find_e2e(options.results, results.notices))
     if options.markdown:
         _write(options.markdown, markdown(report))
     lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]

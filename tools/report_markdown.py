@@ -24,6 +24,10 @@ def markdown(report: Report) -> str:
         parts.append(" · ".join(told))
     if report.gate:
         parts += _gate(report)
+    gates = [
+        f"{each.line} ({each.mode} of {each.stamp}: {each.candidate}, {each.reference})" for each in report.end_to_end
+    ]
+    parts += _list("End to end", gates)
     parts += _list("Red rows", [f"{row_label(row)}: {row['status']}, {row['reason']}" for row in report.red])
     spans = [f"{panel.label}: {'; '.join(win_spans(panel))}" for panel in report.panels if panel.ranking]
     parts += _list("Fastest", spans)

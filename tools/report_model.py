@@ -11,6 +11,7 @@ from functools import cached_property
 from lib.rows import STATUSES
 from tools.report_cases import RED, Case, Key, Panel, find_cases, find_panels, marks
 from tools.report_data import Results, Row, stamp_time
+from tools.report_e2e import EndToEnd
 from tools.report_verdicts import Compared, Gate, compare
 
 NOT_RUN = ("skipped", "missing", "unsupported")
@@ -32,6 +33,7 @@ class Report:
     options: Options
     gate: Gate | None
     baseline: Results | None
+    end_to_end: list[EndToEnd] = field(default_factory=list)
     cases: dict[Key, Case] = field(init=False)
     panels: list[Panel] = field(init=False)
 
@@ -76,11 +78,15 @@ class Report:
     @property
     def level(self) -> str:
         """`red`, `amber`, `green`, or `grey` where nothing ran."""
-        if self.red or (self.gate and (self.gate.red or self.gate.exit)):
+        if self.red or self.red_end_to_end or (self.gate and (self.gate.red or self.gate.exit)):
             return "red"
         if not self.counts["ok"]:
             return "amber" if self.counts["interrupted"] else "grey"
         return "amber" if self.cautions else "green"
+
+    @property
+    def red_end_to_end(self) -> list[EndToEnd]:
+        return [verdict for verdict in self.end_to_end if verdict.red]
 
     @property
     def cautions(self) -> list[str]:
@@ -94,7 +100,7 @@ class Report:
     @property
     def headline(self) -> str:
         """The answer to "is anything red?" in a few words."""
-        if not self.results.rows:
+        if not self.results.rows and not self.red_end_to_end:
             return "No rows"
         parts = []
         if self.gate and self.gate.red:
@@ -105,6 +111,8 @@ class Report:
         if self.red:
             told = ", ".join(f"{self.counts[status]} {status}" for status in RED if self.counts[status])
             parts.append(f"{counted(len(self.red), 'row')} red: {told}")
+        if self.red_end_to_end:
+            parts.append(f"{counted(len(self.red_end_to_end), 'end-to-end gate')} not passed")
         if not parts:
             return "Nothing is red" if self.counts["ok"] else "Nothing ran"
         text = "; ".join(parts)

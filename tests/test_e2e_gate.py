@@ -1,0 +1,411 @@
+"""The end-to-end gate against a local server: who passes, what is said of a bad server, and going on after a cut."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_server import (
+    FakeServer,
+    always_broken,
+    busy_at_first,
+    cuts_off,
+    drops_at_first,
+    forbidden,
+    no_json_at_first,
+    one_lasting,
+    other_json,
+    serving,
+    slow_at_first,
+)
+
+from tests.harness import wait_until
+from tools import e2e_client, e2e_gate
+from tools.e2e_agreement import agreement, told
+from tools.e2e_lm_eval import task_words
+from tools.e2e_score import Paired, chance, cleaned, flexible, interval, paired, strict, wilson
+from tools.report_e2e import find_e2e
+
+ROOT = Path(__file__).resolve().parent.parent
+COUNT = 40
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(e2e_client, "FIRST_PAUSE_S", 0.02)
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    return question_file(tmp_path / "test.jsonl", 400)
+
+
+def question_file(path: Path, count: int) -> Path:
+    lines = [
+        {"question": f"How much is {number} and 7?", "answer": f"They make {number + 7}.\n#### {number + 7}"}
+        for number in range(count)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def gate(out: Path, *arguments: object, mode: str = "gsm8k") -> int:
+    words = [mode, "--out-dir", str(out), "--concurrency", "8", "--timeout", "2", *map(str, arguments)]
+    return e2e_gate.main(words)
+
+
+def verdict(out: Path) -> dict[str, Any]:
+    (path,) = out.glob("e2e_*.json")
+    return dict(json.loads(path.read_text()))
+
+
+def both(reference: FakeServer, candidate: FakeServer) -> Sequence[str]:
+    return ("--reference", reference.url, "--candidate", candidate.url)
+
+
+# --- who passes -------------------------------------------------------------------------------------------------------
+
+
+def test_an_equal_candidate_passes_and_every_answer_is_kept(tmp_path: Path, questions: Path) -> None:
+    with serving("a") as reference, serving("b") as candidate:
+        assert gate(tmp_path, "--questions", questions, "--count", COUNT, *both(reference, candidate)) == 0
+    found = verdict(tmp_path)
+    assert (found["red"], found["difference"], found["reference"]["strict"]) == (False, 0, 1)
+    assert (found["reference"]["model"], found["candidate"]["model"]) == ("a", "b")
+    (folder,) = [path for path in tmp_path.glob("e2e_*") if path.is_dir()]
+    for side in ("reference", "candidate"):
+        assert len((folder / f"{side}.jsonl").read_text().splitlines()) == COUNT
+    body = reference.bodies[0]
+    assert (body["temperature"], body["max_tokens"], body["stop"]) == (0, 512, ["\nQuestion:"])
+
+
+def test_a_candidate_five_points_worse_fails_with_its_questions(
+    tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving() as reference, serving(wrong=1, every=20) as candidate:
+        assert gate(tmp_path, "--questions", questions, *both(reference, candidate)) == 3
+    found = verdict(tmp_path)
+    assert found["red"]
+    assert found["difference"] == pytest.approx(-0.05)
+    assert [flip["n"] for flip in found["flips"]["lost"]] == list(range(0, 200, 20))
+    assert found["flips"]["won"] == []
+    said = capsys.readouterr().out
+    assert said.startswith("FAIL: 0.950 right, the reference 1.000, -0.050")
+    assert "How much is 20 and 7?" in said
+
+
+def test_the_margin_decides_and_a_small_sample_is_told_to_be_one(tmp_path: Path, questions: Path) -> None:
+    with serving() as reference, serving(wrong=1, every=50) as candidate:
+        words = ("--questions", questions, "--count", 100, *both(reference, candidate))
+        assert gate(tmp_path / "exact", *words) == 0  # 2 of 100: just the margin
+        assert gate(tmp_path / "less", *words, "--margin", "0.019") == 3
+    assert "tell differences of" in verdict(tmp_path / "exact")["notices"][0]
+
+
+def test_a_reference_that_only_guesses_judges_nothing(
+    tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(wrong=19, every=20) as reference, serving(wrong=19, every=20) as candidate:
+        assert gate(tmp_path, "--questions", questions, *both(reference, candidate)) == 3
+    assert capsys.readouterr().out.startswith("FAIL: not judged: the reference has 0.050 right")
+
+
+def test_a_better_candidate_passes(tmp_path: Path, questions: Path) -> None:
+    with serving(wrong=1, every=10) as reference, serving() as candidate:
+        assert gate(tmp_path, "--questions", questions, "--count", COUNT, *both(reference, candidate)) == 0
+    assert len(verdict(tmp_path)["flips"]["won"]) == COUNT // 10
+
+
+def test_a_stored_reference_stands_for_its_server(tmp_path: Path, questions: Path) -> None:
+    with serving() as reference, serving(wrong=1, every=4) as candidate:
+        words = ("--questions", questions, "--count", COUNT)
+        assert gate(tmp_path / "first", *words, *both(reference, reference)) == 0
+        (stored,) = (tmp_path / "first").glob("e2e_*/reference.jsonl")
+        asked = sum(reference.asked.values())
+        assert gate(tmp_path / "second", *words, "--reference", stored, "--candidate", candidate.url) == 3
+        assert sum(reference.asked.values()) == asked
+
+
+def test_examples_stand_before_the_question_and_chat_uses_the_servers_template(tmp_path: Path, questions: Path) -> None:
+    train = question_file(tmp_path / "train.jsonl", 9)
+    with serving() as server:
+        words = ("--questions", questions, "--count", 2, *both(server, server))
+        assert gate(tmp_path / "shots", *words, "--train", train, "--shots", 3) == 0
+        assert server.bodies[-1]["prompt"].count("Question: ") == 4
+        assert "Solve it" not in server.bodies[-1]["prompt"]
+        assert gate(tmp_path / "chat", *words, "--api", "chat") == 0
+        assert "Solve it step by step" in server.bodies[-1]["messages"][0]["content"]
+
+
+# --- bad servers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trouble", [busy_at_first, drops_at_first, no_json_at_first, slow_at_first])
+def test_a_server_that_fails_once_is_asked_again(tmp_path: Path, questions: Path, trouble: Any) -> None:
+    with serving() as reference, serving(trouble=trouble) as candidate:
+        assert gate(tmp_path, "--questions", questions, "--count", 6, *both(reference, candidate)) == 0
+    assert set(candidate.asked.values()) == {2}
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said", "times"),
+    [
+        (always_broken, 'HTTP 500: {"error": {"message": "CUDA error: an illegal memory access"}}', 3),
+        (forbidden, "HTTP 404", 1),
+        (other_json, "no answer in its JSON", 3),
+    ],
+)
+def test_a_server_that_keeps_failing_is_named_and_judges_nothing(
+    tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str], trouble: Any, said: str, times: int
+) -> None:
+    with serving() as reference, serving(trouble=trouble) as candidate:
+        words = ("--questions", questions, "--count", 4, "--tries", 3, *both(reference, candidate))
+        assert gate(tmp_path, *words) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "4 of 4 questions have no answer of the candidate (question 0: " in error
+    assert said in error
+    assert set(candidate.asked.values()) == {times}
+    assert not list(tmp_path.glob("e2e_*.json"))
+
+
+def test_answers_that_were_cut_off_are_counted_and_named(tmp_path: Path, questions: Path) -> None:
+    with serving() as reference, serving(trouble=cuts_off) as candidate:
+        assert gate(tmp_path, "--questions", questions, "--count", 5, *both(reference, candidate)) == 3
+    assert "5 answers of the candidate were cut off: raise --max-tokens" in verdict(tmp_path)["notices"]
+
+
+def test_nobody_at_the_address_is_one_sentence(
+    tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving() as server:
+        url = server.url
+    assert gate(tmp_path, "--questions", questions, "--reference", url, "--candidate", url) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"e2e_gate: {url}: is not reachable (")
+
+
+# --- going on ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_was_killed_goes_on_and_asks_only_what_is_missing(tmp_path: Path, questions: Path) -> None:
+    with serving() as reference, serving(trouble=one_lasting) as candidate:
+        words = [
+            "gsm8k",
+            "--questions",
+            str(questions),
+            "--count",
+            "30",
+            "--concurrency",
+            "2",
+            *both(reference, candidate),
+        ]
+        command = [sys.executable, "-m", "tools.e2e_gate", *words, "--out-dir", str(tmp_path)]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        wait_until(lambda: sum(candidate.asked.values()) > 10, "ten questions")
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=10)
+        assert process.returncode == 130, said
+        assert "go on with --resume" in said
+        (answers,) = tmp_path.glob("e2e_*/candidate.jsonl")
+        answers.write_text(answers.read_text() + '{"n": 3, "prom')  # a torn line
+        there = {json.loads(line)["n"] for line in answers.read_text().splitlines()[:-1]}
+        candidate.trouble = lambda handler, before: False
+        candidate.asked.clear()
+        asked = sum(reference.asked.values())
+        assert e2e_gate.main([*words, "--out-dir", str(tmp_path), "--resume", "last"]) == 0
+        assert sum(reference.asked.values()) == asked
+        assert sum(candidate.asked.values()) == 30 - len(there)
+
+
+def test_answers_of_other_prompts_or_another_model_are_not_mixed(
+    tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving() as server:
+        words = ("--questions", questions, *both(server, server))
+        assert gate(tmp_path, *words, "--count", 3) == 0
+        assert gate(tmp_path, *words, "--count", 3, "--max-tokens", 9, "--resume", "last") == 2
+        assert "was asked with another prompt" in capsys.readouterr().err
+        assert gate(tmp_path, *words, "--count", 4, "--resume", "last", "--candidate-model", "x") == 2
+        assert "holds answers of tiny, not of x" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--candidate", "nowhere"], "--candidate nowhere: is neither an address"),
+        (["--count", "0"], "0 must be a whole number, 1..1000000"),
+        (["--margin", "2"], "2 must be a share, 0..1"),
+        (["--questions", "/nope"], "--questions /nope: cannot be read (No such file"),
+        (["--resume", "last"], "--resume last: is no run in"),
+        (["--key-variable", "NO_SUCH_KEY"], "--key-variable NO_SUCH_KEY: is not set"),
+    ],
+)
+def test_a_wrong_word_is_one_sentence(
+    tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    with serving() as server:
+        try:
+            code = gate(tmp_path, "--questions", questions, *both(server, server), *words)
+        except SystemExit as ended:
+            code = int(str(ended.code))
+    error = capsys.readouterr().err
+    assert code == 2
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_question_file_of_another_kind_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    with serving() as server:
+        for text in ('{"prompt": "x"}\n', "[1]\n", '{"question": "a", "answer": "no number"}\n', "\xff"):
+            path.write_bytes(text.encode("latin-1"))
+            assert gate(tmp_path, "--questions", path, *both(server, server)) == 2
+
+
+# --- agreement --------------------------------------------------------------------------------------------------------
+
+
+def test_answers_that_agree_and_those_that_part_are_told_by_token(tmp_path: Path, questions: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"How much is {n} and 7?"}) + "\n" for n in range(10)))
+    with serving() as reference, serving(wrong=1, every=5) as candidate:
+        words = ("--prompts", prompts, *both(reference, candidate))
+        assert gate(tmp_path / "told", *words, mode="agreement") == 0
+        assert gate(tmp_path / "least", *words, "--least", "0.95", mode="agreement") == 3
+        assert (
+            gate(tmp_path / "same", "--prompts", prompts, *both(reference, reference), "--least", 1, mode="agreement")
+            == 0
+        )
+    figures = verdict(tmp_path / "told")["figures"]
+    assert figures["unit"] == "token"
+    assert (figures["prompts"], figures["parted"], figures["whole"]) == (10, 2, 0.8)
+    assert figures["first_parted"] == 4  # " 5", "and", "7", "make" agree
+    assert verdict(tmp_path / "same")["figures"]["agreement"] == 1
+
+
+def test_without_tokens_characters_are_compared_and_that_is_said(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "How much is 1 and 7?"}) + "\n")
+    with serving(tells_tokens=False) as server:
+        assert gate(tmp_path, "--prompts", prompts, *both(server, server), mode="agreement") == 0
+    assert verdict(tmp_path)["notices"] == ["a server does not tell its tokens, so characters were compared"]
+
+
+def test_an_answer_that_goes_on_agrees_up_to_the_others_end() -> None:
+    found = [agreement(("ab", ["a", "b"]), ("abc", ["a", "b", "c"])), agreement(("", None), ("", None))]
+    assert [(each.same, each.longest, each.whole) for each in found] == [(2, 3, False), (0, 0, True)]
+    assert told(found)["median_parted"] == 2
+
+
+# --- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "by_strict", "by_flexible"),
+    [
+        ("so it is 12.\n#### 1,234", "1234", "1234"),
+        ("#### -5.50\nQuestion: 9?", "-5.5", "9"),
+        ("it costs $1,200.00 in all.", "", "1200"),
+        ("#### 70.", "70", "70"),
+        ("none", "", ""),
+    ],
+)
+def test_numbers_are_taken_strictly_and_flexibly(text: str, by_strict: str, by_flexible: str) -> None:
+    assert (strict(text), flexible(text)) == (by_strict, by_flexible)
+
+
+def test_the_interval_is_newcombes_tenth_and_the_chance_mcnemars() -> None:
+    """His example: 36 both, 12 and 2 discordant, none neither: 0.0569 to 0.3404."""
+    low, high = interval(Paired(both=36, reference_only=2, candidate_only=12, neither=0))
+    assert (low, high) == (pytest.approx(0.0569, abs=5e-5), pytest.approx(0.3404, abs=5e-5))
+    assert wilson(0.0, 10)[0] == pytest.approx(0)
+    assert chance(Paired(90, 8, 2, 100)) == pytest.approx(112 / 1024)
+    assert chance(Paired(1, 0, 0, 1)) == 1
+    assert interval(Paired(5, 0, 0, 0))[0] < 0 < interval(Paired(5, 0, 0, 0))[1]
+    assert cleaned("0.50") == "0.5"
+    with pytest.raises(ValueError, match="no question"):
+        paired([], [])
+
+
+# --- through lm-evaluation-harness ------------------------------------------------------------------------------------
+
+LM_EVAL = """
+import json, os, sys
+words = {word: sys.argv[place] for place, word in enumerate(sys.argv[:-1], 1) if word.startswith("--")}
+if "model=broken" in words["--model_args"]:
+    sys.exit("ConnectionError: the Hub is not reachable")
+bad = 5 if "model=worse" in words["--model_args"] else 0
+with open(os.path.join(words["--output_path"], "samples_gsm8k_2026.jsonl"), "w") as file:
+    for doc in range(int(words["--limit"])):
+        for name in ("strict-match", "flexible-extract"):
+            file.write(json.dumps({"doc_id": doc, "filter": name, "exact_match": float(doc >= bad)}) + "\\n")
+"""
+
+
+def test_lm_eval_is_given_its_own_task_over_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lm_eval").mkdir()
+    (tmp_path / "lm_eval" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["gsm8k", "--reference", "x", "--candidate", "y", "--questions", str(tmp_path / "test.jsonl")]
+    assert task_words(e2e_gate.parser().parse_args(words), tmp_path)[-1] == "gsm8k_file"
+    task = json.loads((tmp_path / "gsm8k_file.yaml").read_text())
+    assert task["include"] == str(tmp_path / "lm_eval/tasks/gsm8k/gsm8k.yaml")
+    assert task["dataset_kwargs"]["data_files"]["test"] == str(tmp_path / "test.jsonl")
+
+
+@pytest.mark.parametrize(("model", "code"), [("same", 0), ("worse", 3), ("broken", 2)])
+def test_an_installed_lm_eval_asks_and_its_samples_are_paired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str, code: int
+) -> None:
+    """A stand-in package with its command line and its sample files; the real one needs the Hub for its data."""
+    (tmp_path / "lm_eval").mkdir()
+    (tmp_path / "lm_eval" / "__main__.py").write_text(LM_EVAL)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with serving("a") as reference, serving(model) as candidate:
+        words = ("--harness", "lm_eval", "--count", 50, *both(reference, candidate))
+        assert gate(tmp_path / "out", *words) == code
+    if code == 2:
+        assert "--harness lm_eval: ended with 1: ConnectionError: the Hub is not reachable" in capsys.readouterr().err
+    else:
+        assert verdict(tmp_path / "out")["difference"] == (-0.1 if code else 0)
+
+
+# --- in the report ----------------------------------------------------------------------------------------------------
+
+
+def test_the_report_shows_the_newest_verdict_of_a_pair_and_a_failed_one_is_red(tmp_path: Path, questions: Path) -> None:
+    from datetime import datetime, timezone
+
+    from tools.report_data import read_results
+    from tools.report_markdown import markdown
+    from tools.report_model import Options, Report
+    from tools.report_page import render
+
+    with serving() as reference, serving(wrong=1, every=4) as candidate:
+        assert gate(tmp_path, "--questions", questions, "--count", 40, *both(reference, candidate)) == 3
+    (path,) = tmp_path.glob("e2e_*.json")
+    old = json.loads(path.read_text()) | {"stamp": "20200101T000000Z", "line": "PASS: long ago", "red": False}
+    (tmp_path / "e2e_20200101T000000Z.json").write_text(json.dumps(old))
+    (tmp_path / "e2e_20990101T000000Z.json").write_text("{")
+    results = read_results([tmp_path])
+    (found,) = find_e2e([tmp_path], results.notices)
+    assert found.red
+    assert any("e2e_20990101T000000Z.json is no verdict" in notice for notice in results.notices)
+    report = Report(results, Options(datetime.now(timezone.utc), 0, "t", ""), None, None, [found])
+    assert (report.level, report.headline) == ("red", "1 end-to-end gate not passed")
+    assert "FAIL: 0.750 right" in markdown(report)
+    assert "FAIL: 0.750 right" in render(report)
+
+
+def test_it_runs_as_a_file_from_any_folder(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "tools" / "e2e_gate.py"), "--help"]
+    answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
+    assert answer.returncode == 0
+    assert "agreement needs no labels" in answer.stdout

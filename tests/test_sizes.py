@@ -10,12 +10,10 @@ MOST_LINES = 50  # from `def` to the last line, docstring included
 
 
 def functions_over(most: int) -> list[str]:
-    found = []
-    for path in (path for folder in ("lib", "bench", "tools") for path in sorted((ROOT / folder).rglob("*.py"))):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef):
-                found.append((f"{path.name}:{node.name}", (node.end_lineno or 0) - node.lineno + 1))
-    return [name for name, lines in found if lines > most]
+    paths = [path for folder in ("lib", "bench", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]
+    nodes = [(path.name, node) for path in paths for node in ast.walk(ast.parse(path.read_text()))]
+    functions = [(name, node) for name, node in nodes if isinstance(node, ast.FunctionDef)]
+    return [f"{name}:{node.name}" for name, node in functions if (node.end_lineno or 0) - node.lineno >= most]
 
 
 def test_no_function_is_longer_than_a_screen() -> None:

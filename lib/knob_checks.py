@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lib import mega_knobs, nic
 from lib.knob_types import ALL, or_list, shown
@@ -102,6 +102,15 @@ def gpus_are_there(draft: Draft) -> Iterator[str]:
         yield f"GPUS={knobs.gpus}: there are only {there} GPUs; GPUS={there} or fewer work"
     elif not there and knobs.gpus > CPU_RANKS_MAX:
         yield f"GPUS={knobs.gpus}: at most {CPU_RANKS_MAX} ranks run on a CPU; GPUS={CPU_RANKS_MAX} or fewer work"
+
+
+def fit_gpus(values: dict[str, Any], changed: set[str]) -> None:
+    """The default GPUS: 3 GPUs run without a knob, on 2. One rank exchanges nothing, so it has to be asked for."""
+    for count in range(values["gpus"], 1, -1):
+        if values["num_experts"] % (count * values["nnodes"]) == 0:
+            changed |= {"GPUS"} if count < values["gpus"] else set()
+            values["gpus"] = count
+            return
 
 
 # Shape
@@ -254,6 +263,9 @@ def remarks(draft: Draft) -> Iterator[str]:
         yield "CUDA_VISIBLE_DEVICES: ignored, there is no GPU on this machine"
     if draft.facts.gpu_count and not draft.visible.gpu_count:
         yield "CUDA_VISIBLE_DEVICES: hides every GPU, so this is a run on the CPU"
+    if "GPUS" in draft.changed and not draft.given("GPUS"):
+        ranks = (knobs.gpus + 1) * knobs.nnodes
+        yield f"GPUS: {knobs.gpus} by default, since NUM_EXPERTS={knobs.num_experts} is not divisible by {ranks} ranks"
     if not knobs.vllm_mega and not knobs.all_sections and draft.asked("vllm_mega"):
         yield f"VLLM_MEGA=0: has no effect, SECTION names vllm_mega; it counts for SECTION={ALL} only"
     if knobs.exclude_quant and draft.given("EXCLUDE_QUANT") and draft.asked("vllm_split") and "ll" in knobs.algos:

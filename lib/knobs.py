@@ -90,7 +90,7 @@ KNOBS: tuple[Knob, ...] = (
          "`ref`, `vllm_split` (or `split`), `vllm_mega`, `fi_mega`, `comm`, a list of them, or `all`",
          parse.section_list, attribute="sections"),
     Knob("VLLM_MEGA", "1", WHAT, "`0` leaves `vllm_mega` out when SECTION is `all`", parse.flag),
-    Knob("GPUS", "4, or the visible number if fewer; CPU: 2", WHAT,
+    Knob("GPUS", "4, or the visible number if fewer, or the largest below that divides NUM_EXPERTS; CPU: 2", WHAT,
          "ranks on this node, one a GPU (= DP = EP); has to divide NUM_EXPERTS", parse.integer(1), _gpus),
     Knob("CUDA_VISIBLE_DEVICES", "all", WHAT,
          "which GPUs, order included: the first GPUS of them are used; ignored where there is no GPU",
@@ -333,6 +333,8 @@ def parse_knobs(env: Mapping[str, str], facts: MachineFacts, sweep: bool = False
     visible = checks.visible_facts(facts, devices)
     reading = _read(env, visible)
     _settle(reading.values)
+    if not env.get("GPUS", "").strip() and facts.local_world_size is None:
+        checks.fit_gpus(reading.values, reading.changed)
     reading.values["cuda_visible_devices"] = devices.strip() if devices is not None and facts.gpu_count else None
     given = {name for name in names if env.get(name, "").strip()} | ({"CUDA_VISIBLE_DEVICES"} & env.keys())
     knobs = Knobs(**reading.values, given=frozenset(given))

@@ -100,6 +100,36 @@ def choose_method(case: Case, session: Session, eager: str) -> tuple[str, str]:
     return ("e2e_pipelined", f"eager: {reason}") if reason else ("graph", "captured")
 
 
+@dataclass(frozen=True)
+class Bound:
+    """A case that is ready to be checked and timed: what it is made of, and how it will be timed."""
+
+    case: Case
+    routing: Routing
+    inputs: Inputs
+    session: Session
+    method: str
+    graph: str  # the column
+
+    def tokens(self) -> int:
+        """Of all ranks."""
+        return sum(self.routing.tokens_of(rank) for rank in range(self.case.problem.world))
+
+
+def bind(case: Case, engine: Engine, bench: Bench, eager: str) -> Bound:
+    """Raises RuntimeError if ranks differ in the routing, Unsupported on a timing that can't be made. Collective."""
+    routing = make_routing(case.problem)
+    if len(set(gather(routing.sha, bench.group))) != 1:
+        raise RuntimeError("the routing differs between ranks")
+    inputs = make_inputs(case, routing, bench.group)
+    session = engine.bind(case.problem, inputs)
+    method, graph = choose_method(case, session, eager)
+    timing.run_phases(session)  # what is compiled or allocated at first use belongs to set-up
+    session.call()
+    gather(None, bench.group)
+    return Bound(case, routing, inputs, session, method, graph)
+
+
 def measure_case(
     case: Case, engine: Engine, bench: Bench, say_phase: SayPhase, eager: str
 ) -> tuple[dict[str, Any], Session]:
@@ -108,19 +138,12 @@ def measure_case(
     seconds: dict[str, float] = {}
     say_phase = clocked(say_phase, seconds)
     say_phase("bind")
-    routing = make_routing(case.problem)
-    if len(set(gather(routing.sha, group))) != 1:
-        raise RuntimeError("the routing differs between ranks")
-    inputs = make_inputs(case, routing, group)
-    session = engine.bind(case.problem, inputs)
-    method, graph = choose_method(case, session, eager)
-    timing.run_phases(session)  # what is compiled or allocated at first use belongs to set-up
-    session.call()
-    gather(None, group)
+    bound = bind(case, engine, bench, eager)
+    session = bound.session
 
     say_phase("check")
     memory = CheckMemory(group)
-    checker = Checker(session, inputs, case.problem, routing, group)
+    checker = Checker(session, bound.inputs, case.problem, bound.routing, group)
     half = (knobs.check_repeats + 1) // 2
     wrong = checker.before(half) if case.checked else ""
     check_bytes = memory.peak_bytes()
@@ -130,7 +153,7 @@ def measure_case(
     say_phase("time")
     plan = timing.Plan(knobs.warmup, knobs.iters, knobs.iters_per_graph)
     between = checker.between_series if case.checked else lambda replay: None
-    samples = bench.methods[method](session, bench.tools, plan, between)
+    samples = bench.methods[bound.method](session, bench.tools, plan, between)
 
     say_phase("recheck")
     wrong = checker.after(max(knobs.check_repeats - half, 1)) if case.checked else ""
@@ -138,33 +161,44 @@ def measure_case(
     everyone = gather(samples, group)
     if wrong:
         return wrong_result(f"after timing: {wrong}"), session
-    tokens = sum(routing.tokens_of(rank) for rank in range(group.world))
-    times = time_columns(method, tokens, everyone)
-    columns = {
+    result = ok_result(bound, bench, everyone, acc)
+    clocked(lambda phase: None, seconds)("end")
+    result["samples"] |= {"seconds": spans(seconds), "check_bytes": check_bytes}
+    return result, session
+
+
+def ok_result(bound: Bound, bench: Bench, everyone: list[timing.Samples], acc_loss_pct: float | None) -> dict[str, Any]:
+    """The result of a case whose checks passed. Collective on a GPU, where kernels are profiled for it."""
+    session, timed_kernel = bound.session, bound.method == "kernel"
+    columns = row_columns(bound, bench, everyone) | {"acc_loss_pct": acc_loss_pct}
+    if timed_kernel:
+        columns |= bare_kernel_columns(session)
+    reason = f"kernel: {session.kernel_note}" if timed_kernel and session.kernel_note else ""
+    samples = raw_samples(everyone) | {"facts": session.facts()}
+    result: dict[str, Any] = {"status": "ok", "reason": reason, "columns": columns, "samples": samples}
+    if bench.group.device.type == "cuda":
+        add_kernel_times(result, session, bench)
+    return result
+
+
+def row_columns(bound: Bound, bench: Bench, everyone: list[timing.Samples]) -> dict[str, Any]:
+    """What the times, the counted bytes and the session itself say of a case."""
+    case, session, method, knobs = bound.case, bound.session, bound.method, bench.knobs
+    times = time_columns(method, bound.tokens(), everyone)
+    return {
         **times,
-        **byte_and_rate_columns(case, session, routing, times, bench.peaks),
+        **byte_and_rate_columns(case, session, bound.routing, times, bench.peaks),
         "timing": method,
-        "graph": graph,
+        "graph": bound.graph,
         "iters_per_graph": knobs.iters_per_graph if method == "graph" else None,
-        "acc_loss_pct": acc,
         "check": "ok" if case.checked else "skipped",
         "quant_included": session.quant_included,
         "staging_included": session.staging_included,
         "transport": session.transport(),
-        "timer": "monotonic" if group.device.type == "cpu" else "cuda_event",
+        "timer": "monotonic" if bench.group.device.type == "cpu" else "cuda_event",
         "versions": versions_text(session),
         "tainted": knobs.trace != "0",
     }
-    if method == "kernel":
-        columns |= bare_kernel_columns(session)
-    reason = f"kernel: {session.kernel_note}" if method == "kernel" and session.kernel_note else ""
-    samples_of_all = raw_samples(everyone) | {"facts": session.facts()}
-    result: dict[str, Any] = {"status": "ok", "reason": reason, "columns": columns, "samples": samples_of_all}
-    if group.device.type == "cuda":
-        add_kernel_times(result, session, bench)
-    clocked(lambda phase: None, seconds)("end")
-    result["samples"] |= {"seconds": spans(seconds), "check_bytes": check_bytes}
-    return result, session
 
 
 def bare_kernel_columns(session: Session) -> dict[str, Any]:

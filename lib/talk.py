@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import sys
@@ -28,6 +29,8 @@ def say(text: str) -> None:
 def show(lines: Sequence[str]) -> None:
     """Results, on stdout; `| head` may have seen enough, and a closed or full stdout is no reason to fail."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal that has no such letter gets a question mark
         sys.stdout.write(_lines("\n".join(lines)))
         sys.stdout.flush()
         return

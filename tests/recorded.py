@@ -60,7 +60,7 @@ def recorded_enum(file: str, name: str) -> Any:
 
 
 def recorded_api(file: str) -> dict[str, inspect.Signature]:
-    """Each call of a record made by tools/record_api.py, `module:name` or `module:Class.method`, without self."""
+    """Each call of a record of chosen calls, `module:name` or `module:Class.method`, without self."""
     told = json.loads((SIGNATURES / file).read_text())["signatures"]
     return {name: _signature(parameters) for name, parameters in told.items()}
 

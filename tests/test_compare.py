@@ -22,6 +22,15 @@ def compare(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
+def test_a_stdout_without_the_letter_gets_a_question_mark(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    rows = [made | {"variant": "torch\x1b"} for made in night(9, quiet(seed=7))]
+    answer = compare(files[0], file_of(tmp_path / "odd.csv", rows))
+    assert "torch? " in answer.stdout
+
+
 def file_of(path: Path, rows: list[history.Row]) -> Path:
     history.write_whole(path, history.as_text(rows))
     return path

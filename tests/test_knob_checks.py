@@ -53,6 +53,34 @@ def test_the_experts_are_blamed_if_only_they_were_given() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("gpu_count", "env", "gpus", "above"),
+    [
+        (3, {}, 2, 3),
+        (3, {"CUDA_VISIBLE_DEVICES": "2,0,1"}, 2, 3),
+        (8, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, 2, 3),
+        (8, {"NUM_EXPERTS": "258"}, 3, 4),
+        (4, {"NUM_EXPERTS": "45", "NNODES": "3", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, 3, 12),
+    ],
+)
+def test_without_gpus_given_as_many_run_as_divide_the_experts(
+    gpu_count: int, env: dict[str, str], gpus: int, above: int
+) -> None:
+    knobs = parsed(MachineFacts(gpu_count, (9, 0)), **env)
+    assert knobs.gpus == gpus
+    (notice,) = knobs.notices
+    assert notice == f"GPUS: {gpus} by default, since NUM_EXPERTS={knobs.num_experts} is not divisible by {above} ranks"
+
+
+def test_the_largest_default_that_divides_is_no_notice() -> None:
+    assert [parsed(MachineFacts(count, (9, 0))).gpus for count in (1, 2, 4, 8)] == [1, 2, 4, 4]
+    assert [parsed(MachineFacts(count, (9, 0))).notices for count in (1, 2, 4, 8)] == [()] * 4
+
+
+def test_three_tasks_of_a_launcher_are_not_made_two() -> None:
+    assert "not divisible by 3 ranks" in error(MachineFacts(3, (9, 0), local_world_size=3))
+
+
 def test_no_proposal_leaves_fewer_experts_than_topk() -> None:
     assert error(GPUS="3", NUM_EXPERTS="4", TOPK="4").endswith("GPUS=1, 2 or 4 work, or NUM_EXPERTS=6")
     assert "NUM_EXPERTS=9" in " ".join(errors(GPUS="3", NUM_EXPERTS="1", TOPK="8"))

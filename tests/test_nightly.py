@@ -207,25 +207,15 @@ def test_only_the_newest_nights_are_kept_and_nothing_else_is_touched(tmp_path: P
 # -- before a night
 
 
-def test_names_whose_digits_are_no_date_are_not_nights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    no_date = "99999999T999999Z"
-    (tmp_path / f"night_{no_date}").mkdir()
-    (tmp_path / f"night_{no_date}.csv").write_text("")
-    (tmp_path / f"verdicts_{no_date}.json").write_text("{}")
-    before = sorted(tmp_path.iterdir())
-    assert nightly.main(["status", str(tmp_path), stamp(1)]) == 3
-    assert "no new row, ever" in capsys.readouterr().out
-    assert begin(tmp_path, stamp(1)) == 0
-    assert capsys.readouterr().out == f"{stamp(1)}\n"
-    nightly.main(["prune", str(tmp_path), "1"])
-    assert sorted(tmp_path.iterdir()) == [tmp_path / f"night_{stamp(1)}", *before]
-
-
 def begin(folder: Path, now: str, wanted: str = "") -> int:
     return nightly.main(["begin", str(folder), now, wanted])
 
 
-def test_a_new_night_has_a_folder_and_its_stamp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("beside", ["x", "night_99999999T999999Z", "night_20261301T000000Z.csv"])  # no dates, no nights
+def test_a_new_night_has_a_folder_and_its_stamp(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], beside: str
+) -> None:
+    (tmp_path / beside).mkdir()
     assert begin(tmp_path, stamp(1)) == 0
     assert capsys.readouterr().out == f"{stamp(1)}\n"
     assert (tmp_path / f"night_{stamp(1)}").is_dir()

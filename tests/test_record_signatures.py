@@ -163,7 +163,7 @@ def test_several_names_make_one_record_with_parts(wheel: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "the following arguments are required: WHEEL_OR_FOLDER, MODULE, NAME"),
+        ((), "the following arguments are required: WHEEL_OR_FOLDER, MODULE NAME | MODULE:CALL"),
         (("/nonexistent", "lib_of", "Real"), "/nonexistent does not exist"),
         ((TOOL, "lib_of", "Real"), "is neither a wheel nor a folder"),
         (("WHEEL", "lib_of", "Shown", "lib_of.configs"), "lib_of.configs has no NAME behind it"),

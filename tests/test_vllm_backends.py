@@ -1,6 +1,6 @@
 """The vLLM adapters without a GPU: verdicts, memory, versions, environment, small pieces.
 
-The fake's signatures are those of the wheels of 0.20.0, 0.25.1 and 0.33.0 (tests/signatures, tools/record_api.py).
+The fake's signatures are those of the wheels of 0.20.0, 0.25.1 and 0.33.0 (tests/signatures).
 """
 
 from __future__ import annotations

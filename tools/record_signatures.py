@@ -2,9 +2,12 @@
 """Write down the signatures of a library's classes and functions, read from its Python source without importing it.
 
     record_signatures.py WHEEL_OR_FOLDER MODULE NAME [MODULE NAME ...] [--out FILE] [--checkout REPOSITORY@COMMIT]
+    record_signatures.py WHEEL_OR_FOLDER MODULE:NAME [MODULE:CLASS.METHOD ...] [--out FILE] [...]
 
-One pair gives one record, several give a record with the `parts` of them all. A dataclass gets the constructor that its
-fields make.
+MODULE NAME is a whole class or a function: one pair gives one record, several give one with the `parts` of them all.
+With colons the words are chosen calls, for a library of which an adapter uses a few out of many modules, and one record
+holds the `signatures` of them all; MODULE:CLASS is the constructor, also an inherited one. A dataclass gets the
+constructor that its fields make.
 
 An EP library's extension needs a GPU to load, so a contract test can't ask the library itself; it asks this record,
 which was made from the very wheel that the adapter was verified with, or from a checkout where there is no wheel.
@@ -39,7 +42,9 @@ class UsageError(Exception):
 
 class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; usage: {self.prog} WHEEL_OR_FOLDER MODULE NAME [MODULE NAME ...] [--out FILE]")
+        raise UsageError(
+            f"{message}; usage: {self.prog} WHEEL_OR_FOLDER MODULE NAME ... | MODULE:CALL ... [--out FILE]"
+        )
 
 
 class Package:
@@ -85,19 +90,29 @@ class Package:
 
 
 def find(package: Package, module: str, name: str) -> tuple[str, Definition]:
-    """The file and the definition of a class or function, followed through `from .x import Name` to where it stands."""
+    """The file and the definition of a class or function. Raises UsageError where there is none to be read."""
+    try:
+        return _followed(package, module, name)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise UsageError(f"{package.path} holds a source that does not parse: {error}") from error
+    except RecursionError as error:
+        raise UsageError(f"{module} imports {name} in a circle") from error
+
+
+def _followed(package: Package, module: str, name: str) -> tuple[str, Definition]:
+    """Through `from .x import Name` to where it stands."""
     file = package.source_of(module)
     tree = ast.parse(package.read(file), file)
     for node in tree.body:
         if isinstance(node, Definition) and node.name == name:
             return file, node
     parent = module if file.endswith("/__init__.py") else module.rpartition(".")[0]
-    for node in tree.body:
-        if not isinstance(node, ast.ImportFrom):
+    for imported in ast.walk(tree):  # those at the top come first; a package may import behind an `if`
+        if not isinstance(imported, ast.ImportFrom):
             continue
-        for alias in node.names:
+        for alias in imported.names:
             if (alias.asname or alias.name) == name:
-                return find(package, absolute(node, parent), alias.name)
+                return _followed(package, absolute(imported, parent), alias.name)
     raise UsageError(f"{file} has no class or function {name}")
 
 
@@ -139,7 +154,7 @@ def methods(definition: ast.ClassDef) -> dict[str, Method]:
         of_class = "classmethod" in decorators  # called without an instance as well; its first parameter is the class
         told = list(parameters(node, bound=not static))
         found[node.name] = {"static": static or of_class, "parameters": told}
-    if "__init__" not in found and any("dataclass" in ast.unparse(made) for made in definition.decorator_list):
+    if "__init__" not in found and is_dataclass(definition):
         constructor: Method = {"static": False, "parameters": list(fields(definition))}
         found = {"__init__": constructor, **found}
     return found
@@ -158,6 +173,10 @@ def members(definition: ast.ClassDef) -> dict[str, int]:
     return {ast.unparse(node.targets[0]): int(str(ast.literal_eval(node.value))) for node in pairs}
 
 
+def is_dataclass(definition: ast.ClassDef) -> bool:
+    return any("dataclass" in ast.unparse(made) for made in definition.decorator_list)
+
+
 def fields(definition: ast.ClassDef) -> Iterator[Parameter]:
     """A dataclass's own fields as its constructor's parameters, those given by keyword only last.
 
@@ -172,6 +191,8 @@ def fields(definition: ast.ClassDef) -> Iterator[Parameter]:
         told, kind = {"name": ast.unparse(node.target)}, usual
         if isinstance(node.value, ast.Call) and ast.unparse(node.value.func).endswith("field"):
             given = {word.arg: ast.unparse(word.value) for word in node.value.keywords}
+            if given.get("init") == "False":
+                continue
             kind = KINDS[3] if given.get("kw_only") == "True" else kind
             default = given.get("default", "None" if "default_factory" in given else "")
         else:
@@ -184,32 +205,64 @@ def fields(definition: ast.ClassDef) -> Iterator[Parameter]:
     yield from keyword_only
 
 
-def record(path: Path, module: str, name: str, checkout: str = "") -> Record:
-    """`checkout` names the repository and commit of a folder that no distribution brought."""
-    package = Package(path)
-    try:
-        file, definition = find(package, module, name)
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} holds a source that does not parse: {error}") from error
-    except RecursionError as error:
-        raise UsageError(f"{module} imports {name} in a circle") from error
-    repository, _, commit = checkout.partition("@")
-    distribution, version = (repository, commit) if checkout else package.distribution(file)
-    made: Record = {"distribution": distribution, "version": version, "module": module}
+def record(package: Package, module: str, name: str) -> tuple[str, Record]:
+    """The file that holds a class or function, and what is told of it."""
+    file, definition = find(package, module, name)
+    made: Record = {"module": module}
     if isinstance(definition, ast.ClassDef):
         extras = {"members": members(definition), "properties": properties(definition)}
         told = {what: value for what, value in extras.items() if value}
-        return made | {"class": name, "source": file, **told, "methods": methods(definition)}
-    return made | {"function": name, "source": file, "parameters": list(parameters(definition, bound=False))}
+        return file, made | {"class": name, "source": file, **told, "methods": methods(definition)}
+    return file, made | {"function": name, "source": file, "parameters": list(parameters(definition, bound=False))}
 
 
-def record_all(path: Path, pairs: list[tuple[str, str]], checkout: str = "") -> Record:
-    """One record, or one with parts, which share the distribution and its version."""
-    made = [record(path, module, name, checkout) for module, name in pairs]
-    if len(made) == 1:
-        return made[0]
-    shared = {name: made[0][name] for name in ("distribution", "version")}
-    return shared | {"parts": [{name: part[name] for name in part if name not in shared} for part in made]}
+def call(package: Package, asked: str) -> tuple[str, list[Parameter]]:
+    """The file that holds MODULE:NAME or MODULE:CLASS.METHOD, and its parameters in order."""
+    module, colon, path = asked.partition(":")
+    if not colon or not path:
+        raise UsageError(f"{asked} must be MODULE:NAME or MODULE:CLASS.METHOD, as the others")
+    name, _, method = path.partition(".")
+    file, definition = find(package, module, name)
+    if isinstance(definition, ast.ClassDef):
+        return file, of_class(package, file, definition, method or CONSTRUCTORS[0])
+    return file, list(parameters(definition, bound=False))
+
+
+def of_class(package: Package, file: str, definition: ast.ClassDef, method: str) -> list[Parameter]:
+    """Parameters without `self` of a method of the class or of one that it inherits from by name."""
+    for node in definition.body:
+        if isinstance(node, Function) and node.name == method:
+            static = "staticmethod" in {ast.unparse(decorator) for decorator in node.decorator_list}
+            return list(parameters(node, bound=not static))
+    if method == CONSTRUCTORS[0] and is_dataclass(definition):
+        return list(fields(definition))
+    module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    for base in definition.bases:
+        if isinstance(base, ast.Name):
+            parent_file, parent = find(package, module, base.id)
+            assert isinstance(parent, ast.ClassDef)
+            return of_class(package, parent_file, parent, method)
+    raise UsageError(f"{module}:{definition.name} has no {method} of its own")
+
+
+def record_all(package: Package, words: list[str], checkout: str = "") -> Record:
+    """What `words` ask for, under one distribution and its version.
+
+    `checkout` names the repository and commit of a folder that no distribution brought.
+    """
+    if any(":" in word for word in words):
+        calls = [(word, *call(package, word)) for word in words]
+        file = calls[0][1]
+        told: Record = {"signatures": {word: signature for word, _, signature in calls}}
+    elif len(words) % 2:
+        raise UsageError(f"{words[-1]} has no NAME behind it")
+    else:
+        made = [record(package, module, name) for module, name in zip(words[::2], words[1::2], strict=True)]
+        file = made[0][0]
+        told = made[0][1] if len(made) == 1 else {"parts": [part for _, part in made]}
+    repository, _, commit = checkout.partition("@")
+    distribution, version = (repository, commit) if checkout else package.distribution(file)
+    return {"distribution": distribution, "version": version} | told
 
 
 def as_json(value: object, depth: int = 0) -> str:
@@ -227,18 +280,16 @@ def run(arguments: list[str]) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(prog="record_signatures.py", description=__doc__, formatter_class=raw)
     parser.add_argument("path", metavar="WHEEL_OR_FOLDER", type=Path)
-    parser.add_argument("module", metavar="MODULE", help="dotted name, such as deep_ep")
-    parser.add_argument("name", metavar="NAME", help="such as Buffer; followed to where the module imports it from")
-    parser.add_argument("more", metavar="MODULE NAME", nargs="*", help="more of them")
+    words = (
+        "pairs of a dotted module, such as deep_ep, and a name in it, such as Buffer; or calls, such as deep_ep:Buffer"
+    )
+    parser.add_argument("words", metavar="MODULE NAME | MODULE:CALL", nargs="+", help=words)
     parser.add_argument("--out", metavar="FILE", type=Path, help="instead of stdout")
     parser.add_argument("--checkout", metavar="REPOSITORY@COMMIT", default="", help="of a folder without *.dist-info")
     args = parser.parse_args(arguments)
     if args.checkout and not all(args.checkout.partition("@")):
         raise UsageError(f"--checkout {args.checkout}: give REPOSITORY@COMMIT, such as microsoft/mscclpp@3d02152b")
-    words = [args.module, args.name, *args.more]
-    if len(words) % 2:
-        raise UsageError(f"{words[-1]} has no NAME behind it")
-    text = as_json(record_all(args.path, list(zip(words[::2], words[1::2], strict=True)), args.checkout)) + "\n"
+    text = as_json(record_all(Package(args.path), args.words, args.checkout)) + "\n"
     if args.out is None:
         sys.stdout.write(text)
         return

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import io
 import logging
 import os
 import sys
@@ -133,8 +132,6 @@ def _run(options: argparse.Namespace) -> int:
 def _write(path: str, text: str) -> None:
     """A file is replaced whole: nobody finds half a page. Raises UsageError if it can't be written."""
     if path == "-":
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a terminal that has no such letter gets a question mark
         show([text.rstrip("\n")])
         return
     target = Path(path)

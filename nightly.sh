@@ -8,9 +8,13 @@ set -euo pipefail
 # shellcheck source=lib/env.sh
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/env.sh"
 
+readonly EXIT_RED=3
+JUDGED='' NIGHTS=''  # NIGHTS: OUT_DIR, once it is known to be one
+
 main() {
   parse_arguments "$@"
   find_bare_python
+  [[ $TASK != night ]] || trap without_verdict EXIT
   check_knobs
   if [[ $TASK == status ]]; then
     exec "$BARE" -m lib.nightly status "$OUT_DIR" "$(stamp_now)"
@@ -19,6 +23,7 @@ main() {
     cd -- "$CALLER_DIR" && RESUME='' exec "$ROOT/run_sweep.sh" --plan
   fi
   prepare_output_dir
+  NIGHTS=$OUT_DIR
   take_lock
   if [[ $TASK == accept ]]; then
     exec "$BARE" -m lib.nightly accept "$OUT_DIR" "$SINCE"
@@ -30,6 +35,16 @@ main() {
   "$BARE" -m lib.nightly gather "$OUT_DIR" "$NIGHT"
   run_suspects_again
   judge
+}
+
+# A night that ends before its verdict, for whatever reason, is a red line on stdout, and --status's until a night has one.
+# shellcheck disable=SC2329  # by the trap
+without_verdict() {
+  local code=$?
+  if [[ -z $JUDGED && $code != "$EXIT_LOCKED" ]]; then
+    "$BARE" -m lib.nightly failed "$NIGHTS" "$(stamp_now)" "$code" || true
+  fi
+  exit "$code"
 }
 
 parse_arguments() {
@@ -63,6 +78,8 @@ stamp_now() {
 # One nightly at a time in OUT_DIR. File descriptor 9 stays open in the sweeps too: while one outlives a killed nightly,
 # the next one must not measure beside it.
 take_lock() {
+  [[ -f $OUT_DIR/.nightly.lock || ! -e $OUT_DIR/.nightly.lock ]] ||
+    die "$EXIT_USAGE" "OUT_DIR=$OUT_DIR: .nightly.lock is no file; remove it"
   exec 9>>"$OUT_DIR/.nightly.lock"
   "$BARE" -m lib.nightly lock 9
 }
@@ -96,7 +113,8 @@ run_start() {
       [[ $REPLY != 1 ]] || "$BARE" -m lib.nightly room "$folder" || exit
       printf '%s\n' "$REPLY" >"$folder/exit" || die "$EXIT_USAGE" "OUT_DIR=$OUT_DIR: full, or gone"
       ;;
-    *) exit "$REPLY" ;;  # usage, lock, interrupt: it has said why
+    2 | "$EXIT_LOCKED" | "$EXIT_INTERRUPTED") exit "$REPLY" ;;  # it has said why
+    *) die "$EXIT_RED" "the sweep of start $1 ended with $REPLY; the next call goes on with this night" ;;
   esac
 }
 
@@ -129,6 +147,7 @@ run_suspects_again() {
 judge() {
   local verdict=0
   "$BARE" -m lib.nightly judge "$OUT_DIR" "$NIGHT" "${CHECKED[baseline]}" || verdict=$?
+  [[ ! -e $OUT_DIR/verdicts_$NIGHT.json ]] || JUDGED=1
   write_report
   "$BARE" -m lib.nightly prune "$OUT_DIR" "${CHECKED[keep]}" || [[ $verdict != 0 ]] || verdict=$EXIT_SET_UP
   exit "$verdict"

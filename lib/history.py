@@ -23,7 +23,8 @@ NIGHT_COLUMNS = ("night", "start", "again", *COLUMNS)  # again = 1: of the secon
 NIGHT_HEADER = ",".join(NIGHT_COLUMNS) + "\n"
 STAMP = r"\d{8}T\d{6}Z(?:-\d+)?"
 AGAIN = "again-"  # folders of a night: 1, 2, ... and again-1-<section>, ...
-SAME_NIGHT = timedelta(hours=6)  # plain rows name no night: starts less than this apart are of one
+SAME_NIGHT = timedelta(hours=6)  # plain rows name no night: starts less than this apart are of one,
+LONGEST_NIGHT = timedelta(hours=12)  # and this far from its first; else a run every five hours is a night of a week
 VERDICT_KEYS = {"machine": str, "line": str, "exit": int, "verdicts": list}  # that others read
 MARKS = ("throttled", "contended", "tainted")
 
@@ -101,17 +102,24 @@ def read(path: Path) -> tuple[list[Row], list[str]]:
 
 
 def with_nights(rows: list[Row]) -> list[Row]:
-    """Plain rows: each stamp is a start, and stamps less than SAME_NIGHT apart are one night, named by the first."""
+    """Plain rows: each stamp is a start, and stamps less than SAME_NIGHT apart are one night, named by the first.
+
+    A case that a stamp has twice (RESUME after a change) counts by its last row.
+    """
     places: dict[str, tuple[str, str]] = {}
     night, before, count = "", None, 0
     for stamp in sorted({row["stamp"] for row in rows}):
         if not is_stamp(stamp):
             raise BaselineError(f"stamp '{stamp}' is not one like 20261130T190000Z; is this a file of the suite?")
-        if before is None or utc(stamp) - before > SAME_NIGHT:
+        if before is None or utc(stamp) - before > SAME_NIGHT or utc(stamp) - utc(night) > LONGEST_NIGHT:
             night, count = stamp, 0
         before, count = utc(stamp), count + 1
         places[stamp] = (night, str(count))
-    return [{"night": places[row["stamp"]][0], "start": places[row["stamp"]][1], "again": "0", **row} for row in rows]
+    last = {(row["stamp"], row["section"], row["variant"], row["repro"], row["device"]): row for row in rows}
+    return [
+        {"night": places[row["stamp"]][0], "start": places[row["stamp"]][1], "again": "0", **row}
+        for row in last.values()
+    ]
 
 
 def read_all(path: Path) -> tuple[list[Row], list[str]]:

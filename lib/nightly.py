@@ -26,11 +26,16 @@ from lib.preflight import disk_trouble, gpu_troubles
 from lib.rows import SchemaError
 from lib.talk import say, show
 from lib.verdict_text import Verdict, document_lines, row_text
+from lib.version import git_label, source_hash
 
 RED_EXIT, SET_UP_EXIT, LOCKED_EXIT = 3, 4, 75
+CODE_FILE = "code"  # of a night's folder: the commit and the sources that it was begun with
+LOCK_FILE = ".nightly.lock"
+FAILED_FILE = ".nightly.failed"  # why the last night has no verdict; a night that has one removes it
 NIGHT_KNOBS = ("BASELINE", "STARTS", "KEEP")
 UNFINISHED = timedelta(hours=12)  # a night that was cut short is gone on with until then; later it is another night
-STALE = timedelta(hours=36)  # a night, and half of one in which it may still be running
+STALE = timedelta(hours=30)  # from one night's begin to the morning after the next; longer while a night is running
+STALE_AT_WORK = timedelta(hours=36)
 FULL_BYTES = 32_000_000  # a sweep that ends with less may have lost rows to the disk
 REPEATED = ("ALGO", "TIMING", "MEGA_TIMING", "DISPATCH_DTYPE", "NUM_SMS")  # what a second run of a section is cut to
 CUT_LISTS = ("REF_LIST", "COMM_LIST", "EXPERTS_LIST")  # MEGA_LIST stays: MEGA_IKR=1 may refuse a shorter one
@@ -105,6 +110,12 @@ def begin(folder: str, now: str, wanted: str) -> int:
     night = left[-1] if left and wanted == "last" else wanted
     if left and not wanted and utc(now) - utc(left[-1]) < UNFINISHED:
         night = left[-1]
+    if night and (other := other_code(Path(folder) / f"night_{night}")):
+        if wanted:
+            say(f"RESUME={wanted}: night {night} was begun with {other}; leave it unset for a new night")
+            return USAGE_ERROR
+        say(f"notice: night {night} was begun with {other}, so it is not gone on with")
+        night = ""
     for old in left:
         if old != night:
             say(f"notice: night {old} was never finished; it stays as it is, and no verdict counts on it")
@@ -114,8 +125,19 @@ def begin(folder: str, now: str, wanted: str) -> int:
         taken = [name for name in nights if name[:16] == now]
         night = f"{now}-{len(taken) + 1}" if taken else now
         (Path(folder) / f"night_{night}").mkdir()
+        (Path(folder) / f"night_{night}" / CODE_FILE).write_text(f"{git_label()} {source_hash()}\n")
     show([night])
     return 0
+
+
+def other_code(night: Path) -> str:
+    """What a night was begun with, if that is not what would go on with it: half a night of each is no night."""
+    try:
+        began = (night / CODE_FILE).read_text().strip()
+    except OSError:
+        return ""  # killed before it was written
+    now = f"{git_label()} {source_hash()}"
+    return "" if began.split()[-1:] == now.split()[-1:] else f"other code ({began}, now {now})"
 
 
 def words_of_start(start: str) -> int:
@@ -173,7 +195,8 @@ def judged(folder: str, night: str, given: str) -> tuple[dict[str, Any], list[Ve
     old, path, notices = baseline_of(Path(folder), given, tonight)
     machine = history.machine_key(tonight[0]) if tonight else ""
     streaks = verdicts.earlier_streaks(Path(folder), night, machine)
-    rows, suspects = verdicts.judge_all(old, tonight, streaks=streaks)
+    starts = [path.name for path in (Path(folder) / f"night_{night}").glob("*") if path.name.isdecimal()]
+    rows, suspects = verdicts.judge_all(old, tonight, streaks=streaks, starts=starts)
     return verdicts.document(night, old, tonight, rows, path, [*told, *notices]), suspects
 
 
@@ -200,6 +223,7 @@ def suspects_of(folder: str, night: str, given: str) -> int:
 def judge(folder: str, night: str, given: str) -> int:
     document, _ = judged(folder, night, given)
     write_whole(Path(folder) / f"verdicts_{night}.json", json.dumps(document, indent=1, allow_nan=False) + "\n")
+    (Path(folder) / FAILED_FILE).unlink(missing_ok=True)
     show(document_lines(document))
     return int(document["exit"])
 
@@ -247,13 +271,42 @@ def prune(folder: str, keep: str) -> int:
     return 0
 
 
+def failed(folder: str, now: str, code: str) -> int:
+    """A night that ended before its verdict: a red line for cron's mail, kept for --status."""
+    line = f"RED {now} no verdict: nightly ended with {code}; what it said is on stderr"
+    show([line])
+    if folder:
+        write_whole(Path(folder) / FAILED_FILE, line + "\n")
+    return int(code)
+
+
+def at_work(folder: Path) -> bool:
+    """Is a nightly, or a sweep that it left behind, at work in this folder?"""
+    try:
+        with (folder / LOCK_FILE).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def status(folder: str, now: str) -> int:
-    """The last night's line again; a last night that is too old is a failure of its own."""
+    """The last night's line again; a last night that is too old, or that ended without a verdict, is a failure."""
     files = verdict_files(Path(folder)) if Path(folder).is_dir() else {}
+    working = at_work(Path(folder))
+    if not working and (told := Path(folder) / FAILED_FILE).is_file():
+        show([told.read_text().strip()])
+        return RED_EXIT
     if not files:
         show([f"RED no night in {folder}: no new row, ever"])
         return RED_EXIT
     night, path = list(files.items())[-1]
+    begun = max(night_folders(Path(folder)), default="")
+    if begun > night and not working:
+        show([f"RED night {begun} was begun and has no verdict; the last one is {night}'s"])
+        return RED_EXIT
     try:
         document = read_verdicts(path)
     except BaselineError as error:
@@ -263,7 +316,7 @@ def status(folder: str, now: str) -> int:
     if age < timedelta(0):
         show([f"RED the last night, {night}, is of a time to come: the clock went back, or {path} is not a night's"])
         return RED_EXIT
-    if age > STALE:
+    if age > (STALE_AT_WORK if working else STALE):
         show(
             [f"RED no new row since {night} ({age.days} days): is cron running? The last line was: {document['line']}"]
         )
@@ -284,6 +337,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "judge": judge,
     "accept": accept,
     "prune": prune,
+    "failed": failed,
     "status": status,
 }
 

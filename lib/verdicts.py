@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,21 +13,22 @@ from typing import Any
 
 from lib import gate
 from lib.history import MARKS, BaselineError, Row, machine_key, read_verdicts, verdict_files
+from lib.repro import asked_timing, options
 from lib.verdict_text import VERDICTS, Verdict, one_line
 
 SCHEMA = 1
 OK_EXIT, RED_EXIT = 0, 3
 ALWAYS_RED = VERDICTS[:4]
 NIGHTS_WITHOUT_VERDICT = 3  # in a row, and the row is red
-# Two rows with these alike are the same case. `asked` is the timing of its repro line: a graph that could not be
-# captured labels its row otherwise. routing_sha and timing must agree too, but only an ok row has them for certain.
+# Two rows with these alike are the same case; `asked` and `options` are of the repro line (lib/repro.py). Those of
+# ALIKE must agree too, but only an ok row has them for certain.
 IDENTITY = tuple(
-    """asked section variant comm compute_kernel algo world nodes tokens num_experts topk hidden inter dispatch_dtype
-    combine_dtype num_sms layout handle routing seed warmup iters iters_per_graph l2 device""".split()
+    """asked options section variant comm compute_kernel algo world nodes tokens num_experts topk hidden inter
+    dispatch_dtype combine_dtype num_sms layout handle routing seed warmup iters iters_per_graph l2 device""".split()
 )
-INPUTS = itemgetter(*IDENTITY[1:])
-ASKED_TIMING = re.compile(r"\b(?:MEGA_)?TIMING=(\S+)")
-ALIKE = ("timing", "routing_sha")
+INPUTS = itemgetter(*IDENTITY[2:])
+ALIKE = ("timing", "routing_sha", "quant_included", "staging_included", "timer")
+MADE_WITH = ("git", "versions")  # of which a night has one: a pull between two starts makes two halves of nights
 SHOWN = tuple(
     """section variant algo timing world nodes tokens num_experts topk hidden inter dispatch_dtype combine_dtype num_sms
     layout handle routing seed warmup iters iters_per_graph l2 routing_sha device""".split()
@@ -42,13 +42,8 @@ Key = tuple[str, ...]
 # --- which rows are the same case -------------------------------------------------------------------------------------
 
 
-def asked_timing(row: Row) -> str:
-    asked = ASKED_TIMING.search(row["repro"])
-    return asked[1] if asked else row["timing"]
-
-
 def identity(row: Row) -> Key:
-    return asked_timing(row), *INPUTS(row)
+    return asked_timing(row), options(row), *INPUTS(row)
 
 
 def case_id(key: Key) -> str:
@@ -65,8 +60,8 @@ def grouped(rows: Iterable[Row]) -> dict[Key, list[Row]]:
 
 def differences(old: Row, new: Row) -> list[str]:
     """What makes two rows another case, each as `name: old -> new`."""
-    pairs = [("timing", asked_timing(old), asked_timing(new))]
-    pairs += [(name, old[name], new[name]) for name in IDENTITY[1:]]
+    pairs = [("timing", asked_timing(old), asked_timing(new)), ("options", options(old), options(new))]
+    pairs += [(name, old[name], new[name]) for name in IDENTITY[2:]]
     if old["status"] == new["status"] == "ok":
         pairs += [(name, old[name], new[name]) for name in ALIKE]
     told = [f"{name}: {before or 'blank'} -> {after or 'blank'}" for name, before, after in pairs if before != after]
@@ -151,13 +146,25 @@ def judge_row(old: list[Row], new: list[Row], metric: str) -> tuple[Verdict | No
     if len(ok) + len(bad) < len(new) or wrong or (bad and (again_bad or len(again_ok) < gate.MIN_STARTS)):
         not_ok = wrong or bad or [row for row in new if row["status"] in NOT_RUN]
         return verdict | {"verdict": "LOST", "reason": bad_text(not_ok)}, bool(bad) and not wrong and not again_bad
-    if told := differences(base[-1], ok[-1]):
-        reason = f"{'; '.join(told)}" + (f" ({ok[-1]['graph']})" if ok[-1]["graph"].startswith("eager") else "")
-        return verdict | {"verdict": "INCOMPARABLE", "differs": told, "reason": reason}, False
+    if told := list(dict.fromkeys(name for row in ok for name in differences(base[-1], row))):
+        eager = next((f" ({row['graph']})" for row in ok if row["graph"].startswith("eager")), "")
+        return verdict | {"verdict": "INCOMPARABLE", "differs": told, "reason": "; ".join(told) + eager}, False
     verdict, suspect = judge_figures(verdict, base, ok, metric)
-    if bad and verdict["verdict"] in ("OK", "IMPROVED"):
-        verdict |= {"verdict": "INCONCLUSIVE", "streak": 1, "reason": f"{bad_text(bad)}; ok when run again"}
+    if verdict["verdict"] in ("OK", "IMPROVED") and (doubt := doubts(ok, bad)):
+        verdict |= {"verdict": "INCONCLUSIVE", "streak": 1, "reason": doubt}
     return verdict, suspect
+
+
+def doubts(ok: list[Row], bad: list[Row]) -> str:
+    """Why figures that look well vouch for nothing, "" if they do."""
+    if bad:
+        return f"{bad_text(bad)}; ok when run again"
+    if unchecked := [row for row in ok if row["check"] == "skipped"]:
+        return f"unchecked in {len(unchecked)} of {len(ok)} starts (MEGA_ACC=0): a fast wrong result would look as well"
+    for column in MADE_WITH:
+        if len(made := sorted({row[column] for row in ok})) > 1:
+            return f"its starts were made with different {column}: {' and '.join(made)}"
+    return ""
 
 
 def bad_text(rows: list[Row]) -> str:
@@ -205,10 +212,18 @@ def unturned(value: float | None, metric: str) -> float | None:
 
 
 def judge_all(
-    old: list[Row], new: list[Row], metric: str = gate.METRIC, streaks: Mapping[str, int] | None = None
+    old: list[Row],
+    new: list[Row],
+    metric: str = gate.METRIC,
+    streaks: Mapping[str, int] | None = None,
+    starts: Iterable[str] = (),
 ) -> tuple[list[Verdict], list[Verdict]]:
-    """Verdicts, worst first, and those of rows that should be run again before they are believed."""
+    """Verdicts, worst first, and those of rows that should be run again before they are believed.
+
+    `starts`: those that were made tonight, whether or not they have rows.
+    """
     base, tonight = grouped(old), grouped(new)
+    add_lost_rows(tonight, set(starts))
     pairs = pair_leftovers(base, tonight)
     paired, verdicts, suspects = set(pairs.values()), [], []
     for key in [*tonight, *(key for key in base if key not in tonight and key not in paired)]:
@@ -224,6 +239,23 @@ def judge_all(
             suspects.append(verdict)
     verdicts.sort(key=lambda verdict: (VERDICTS.index(verdict["verdict"]), -(verdict["change_pct"] or 0)))
     return verdicts, suspects
+
+
+def add_lost_rows(tonight: dict[Key, list[Row]], starts: set[str]) -> None:
+    """A failed row for each start that should have a case and has no row of it: its run was killed, or the disk full.
+
+    A start should have it if it is one of `starts`, or has most of the section's cases.
+    """
+    place = IDENTITY.index("section")
+    cases: dict[str, Counter[str]] = defaultdict(Counter)
+    for key, rows in tonight.items():
+        cases[key[place]].update({row["start"] for row in rows if row["again"] == "0"})
+    absent = {"status": "failed", "reason": "that start wrote no row of it", "again": "0", "check": ""}
+    planned = Counter(key[place] for key in tonight)
+    for key, rows in tonight.items():
+        most = {start for start, count in cases[key[place]].items() if 2 * count > planned[key[place]]}
+        there = {row["start"] for row in rows if row["again"] == "0"}
+        rows += [rows[-1] | absent | {"start": start} for start in sorted((most | starts) - there)]
 
 
 def incomparable(old: list[Row], new: list[Row], metric: str) -> tuple[Verdict | None, bool]:

@@ -126,6 +126,27 @@ def test_plain_rows_are_nights_by_their_stamps_and_files_by_name_or_folder(tmp_p
         history.read_all(tmp_path.parent / "test_empty" if (tmp_path.parent / "test_empty").mkdir() else ROOT / "lib")
 
 
+def plain_file(path: Path, rows: list[dict[str, str]]) -> Path:
+    path.write_text(HEADER + "".join(csv_line({name: row[name] for name in COLUMNS}) for row in rows))
+    return path
+
+
+def test_runs_every_five_hours_are_not_one_night_for_ever(tmp_path: Path) -> None:
+    stamps = [f"202611{1 + hour // 24:02d}T{hour % 24:02d}0000Z" for hour in range(0, 72, 5)]
+    found, _ = history.read(
+        plain_file(tmp_path / "a.csv", [dict(measured()[1]) | {"stamp": stamp} for stamp in stamps])
+    )
+    nights = [made["night"] for made in found]
+    assert len(set(nights)) == 5
+    assert max(nights.count(night) for night in nights) == 3  # 0, 5 and 10 h; 15 h is too far from the first
+
+
+def test_a_case_that_a_stamp_has_twice_is_one_start_and_counts_by_its_last_row(tmp_path: Path) -> None:
+    first = dict(measured()[1])
+    found, _ = history.read(plain_file(tmp_path / "a.csv", [first, first | {"lat_us_p50": "999"}]))
+    assert [(made["start"], made["lat_us_p50"]) for made in found] == [("1", "999")]
+
+
 def test_the_night_compared_is_left_out_of_its_own_baseline(tmp_path: Path) -> None:
     write_nights(tmp_path, baseline(6) + night(9, quiet(seed=7)))
     answer = compare(tmp_path, tmp_path / "night_20261109T020000Z.csv")

@@ -236,6 +236,20 @@ def test_a_night_that_was_cut_short_is_gone_on_with_for_half_a_day(
     assert begin(tmp_path, stamp(9), wanted=stamp(5)) == 2
 
 
+def test_a_night_that_was_begun_with_other_code_is_not_gone_on_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(tmp_path, stamp(1))
+    monkeypatch.setattr(nightly, "source_hash", lambda: "sother")
+    assert begin(tmp_path, stamp(1, hour=3)) == 0
+    answer = capsys.readouterr()
+    assert answer.out.splitlines()[-1] == stamp(1, hour=3)
+    assert f"night {stamp(1)} was begun with other code (" in answer.err
+    monkeypatch.setattr(nightly, "source_hash", lambda: "sthird")
+    assert begin(tmp_path, stamp(1, hour=4), wanted=stamp(1)) == 2
+    assert "leave it unset for a new night" in capsys.readouterr().err
+
+
 def test_a_second_night_in_one_second_has_a_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     begin(tmp_path, stamp(1))
     (tmp_path / f"verdicts_{stamp(1)}.json").write_text("{}")
@@ -315,17 +329,43 @@ def test_without_nvml_nvidia_smi_tells_and_a_cpu_has_nothing_to_tell(
 # -- after it
 
 
-@pytest.mark.parametrize(("day", "code", "words"), [(10, 0, "green"), (12, 3, "RED no new row since 20261109T02")])
+@pytest.mark.parametrize(
+    ("day", "hour", "code", "words"),
+    [
+        (9, 9, 0, "green"),  # the morning after
+        (10, 9, 3, "RED no new row since 20261109T02"),  # a night was missed: 31 hours
+        (12, 2, 3, "RED no new row since 20261109T02"),
+    ],
+)
 def test_a_last_night_that_is_too_old_is_red(
-    day: int, code: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    day: int, hour: int, code: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_nights(tmp_path, baseline() + night(9, quiet(seed=9)))
     nightly.main(["accept", str(tmp_path), ""])
     judged(tmp_path, stamp(9))
     capsys.readouterr()
-    assert nightly.main(["status", str(tmp_path), stamp(day)]) == code
+    assert nightly.main(["status", str(tmp_path), stamp(day, hour)]) == code
     assert capsys.readouterr().out.startswith(words)
     assert nightly.main(["status", str(tmp_path / "none"), stamp(day)]) == 3
+
+
+def test_a_night_without_a_verdict_is_red_in_the_morning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_nights(tmp_path, baseline() + night(9, quiet(seed=9)))
+    nightly.main(["accept", str(tmp_path), ""])
+    judged(tmp_path, stamp(9))
+    (tmp_path / f"night_{stamp(9, hour=4)}").mkdir()  # begun, and killed
+    capsys.readouterr()
+    assert nightly.main(["status", str(tmp_path), stamp(9, hour=9)]) == 3
+    assert capsys.readouterr().out.startswith(f"RED night {stamp(9, hour=4)} was begun and has no verdict")
+    (tmp_path / f"night_{stamp(9, hour=4)}").rmdir()
+    assert nightly.main(["failed", str(tmp_path), stamp(9, hour=5), "2"]) == 2
+    assert nightly.main(["status", str(tmp_path), stamp(9, hour=9)]) == 3
+    assert (
+        capsys.readouterr().out.splitlines()
+        == [f"RED {stamp(9, hour=5)} no verdict: nightly ended with 2; what it said is on stderr"] * 2
+    )
+    judged(tmp_path, stamp(9))
+    assert nightly.main(["status", str(tmp_path), stamp(9, hour=9)]) == 0
 
 
 def test_the_second_run_is_cut_to_the_sections_and_points_of_the_suspects(

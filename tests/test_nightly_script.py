@@ -144,6 +144,7 @@ def test_finished_starts_of_a_cut_short_night_are_not_run_again(suite: Suite) ->
         ({"FAKE_PLAN_EXIT": "2"}, 2, ""),
         ({"FAKE_EXIT": "2"}, 2, "start 1"),
         ({"FAKE_EXIT": "75"}, 75, "start 1"),
+        ({"FAKE_EXIT": "137"}, 3, "the sweep of start 1 ended with 137; the next call goes on with this night"),
         ({"PYTHON": "/nonexistent"}, 2, "PYTHON=/nonexistent"),
         ({"TOPK": "0", "MEGA_TIMNG": "x"}, 2, "MEGA_TIMNG"),
     ],
@@ -156,6 +157,25 @@ def test_what_stops_a_night_is_a_sentence_and_its_code(
     assert answer.returncode == code, answer.stderr
     assert told in answer.stderr
     assert "Traceback" not in answer.stderr
+    (line,) = answer.stdout.splitlines() or [""]
+    assert line.startswith("RED 20") if code != 75 else not line, "cron mails what is on stdout"
+    if suite.out.exists() and code != 75:
+        assert suite.run("--status").stdout.startswith("RED ")
+
+
+def test_a_lock_that_is_a_folder_is_2(suite: Suite) -> None:
+    (suite.out / ".nightly.lock").mkdir(parents=True)
+    answer = suite.run()
+    assert (answer.returncode, ".nightly.lock is no file; remove it" in answer.stderr) == (2, True)
+
+
+def test_a_good_night_takes_the_red_line_of_the_one_before_away(suite: Suite) -> None:
+    suite.fake_nights(5)
+    suite.run("--accept")
+    assert suite.run(BASELINE="/nonexistent").stdout.startswith("RED ")
+    assert suite.run("--status").returncode == 3
+    assert suite.run().returncode == 0
+    assert suite.run("--status").returncode == 0
 
 
 def test_the_header_only_baseline_of_a_knob_stops_the_night_before_it_is_measured(suite: Suite, tmp_path: Path) -> None:

@@ -209,3 +209,65 @@ def test_every_verdict_has_a_rank_and_each_row_the_fields_of_the_documentation()
     found = only(baseline(), night(TONIGHT, quiet()))
     assert [name for name in (*found, *VERDICTS) if f"`{name}`" not in text] == []
     assert [name for name in verdicts.document("N", [], [], [], "", []) if f"`{name}`" not in text] == []
+
+
+# --- what looks well and vouches for nothing --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_start_that_wrote_no_row_of_a_case_is_lost_and_asks_for_a_second_run(given: bool) -> None:
+    """Six starts, two of them killed: four good ones are no night. `given`: the starts are known from their folders."""
+    new = [made for made in night(TONIGHT, quiet(seed=7, starts=6)) if made["start"] not in ("2", "4")]
+    others = [] if given else [made | {"tokens": str(t)} for t in (1, 2, 3) for made in night(TONIGHT, quiet(starts=6))]
+    base = [made | {"tokens": str(t)} for t in (1, 2, 3) for made in baseline()] if others else []
+    found, suspects = judge_all(baseline() + base, new + others, starts="123456" if given else ())
+    (lost,) = [verdict for verdict in found if verdict["verdict"] == "LOST"]
+    assert lost["reason"] == "failed in start 2: that start wrote no row of it"
+    assert (lost["red"], suspects) == (True, [lost])
+
+
+def test_a_lost_start_whose_second_run_is_well_is_inconclusive() -> None:
+    new = night(TONIGHT, quiet(seed=7, starts=5), quiet(seed=8))
+    (found,), _ = judge_all(baseline(), new, starts="123456")
+    assert (found["verdict"], found["streak"]) == ("INCONCLUSIVE", 1)
+    assert "start 6: that start wrote no row of it; ok when run again" in found["reason"]
+
+
+def test_separate_runs_of_other_points_are_no_lost_starts() -> None:
+    first = [made | {"tokens": "8"} for made in night(TONIGHT, quiet(seed=7))]
+    second = [made | {"tokens": "64", "start": str(int(made["start"]) + 4)} for made in night(TONIGHT, quiet(seed=7))]
+    old = [made | {"tokens": tokens} for tokens in ("8", "64") for made in baseline()]
+    assert {verdict["verdict"] for verdict in judge_all(old, first + second)[0]} == {"OK"}
+
+
+def test_kernel_options_of_the_repro_line_make_another_case() -> None:
+    new = [made | {"repro": "MEGA_KNOBS='{\"swap_ab\": true}' " + made["repro"]} for made in night(TONIGHT, quiet(70))]
+    found = of("INCOMPARABLE", baseline(), new)
+    assert found["differs"] == ["options: blank -> MEGA_KNOBS='{\"swap_ab\": true}'"]
+
+
+@pytest.mark.parametrize("column", ["quant_included", "staging_included", "timer", "routing_sha", "timing"])
+def test_one_start_that_was_measured_otherwise_is_never_green(column: str) -> None:
+    """Also where the last start is as it should be."""
+    new = night(TONIGHT, quiet(seed=77))
+    new[1][column] = "other"
+    found = of("INCOMPARABLE", baseline(), new)
+    assert found["differs"][0].startswith(f"{column}: ")
+
+
+def test_starts_that_nobody_checked_are_inconclusive() -> None:
+    """MEGA_ACC=0: correctness could be off for good."""
+    found = of("INCONCLUSIVE", baseline(), night(TONIGHT, quiet(seed=77), check="skipped"))
+    assert found["streak"] == 1
+    assert "unchecked in 4 of 4 starts" in found["reason"]
+
+
+@pytest.mark.parametrize("column", ["git", "versions"])
+def test_a_night_of_two_commits_or_versions_is_inconclusive(column: str) -> None:
+    new = night(TONIGHT, quiet(seed=77))
+    new[3][column] = "gother"
+    found = of("INCONCLUSIVE", baseline(), new)
+    assert f"its starts were made with different {column}: " in found["reason"]
+    slow = night(TONIGHT, quiet(200, seed=77))
+    slow[3][column] = "gother"
+    assert only(baseline(), slow)["verdict"] == "REGRESSED"  # red stays red

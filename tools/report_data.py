@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.history import NIGHT_HEADER
+from lib.repro import options
 from lib.rows import COLUMNS, HEADER, SchemaError, dict_rows, read_rows
 
 Row = dict[str, str]  # the columns of lib/rows.py, and `run`: the night of a night's file, else the stamp
@@ -22,10 +23,6 @@ FIRST_COLUMNS = (NIGHT_HEADER.removesuffix(HEADER), HEADER.partition(",")[0] + "
 
 class UsageError(Exception):
     """One sentence for whoever typed the command: the argument and what to give instead."""
-
-
-# What a row was asked for beyond its columns, from its repro line: MEGA_KNOBS and the like.
-OPTION = re.compile(r"(?:^| )((?:MEGA_(?!TIMING|LIST|ACC)[A-Z_]+|EXCLUDE_QUANT(?==1))=(?:'[^']*'|\S*))")
 
 
 @dataclass
@@ -133,7 +130,7 @@ def _add_file(results: Results, path: Path, seen: set[tuple[str, ...]], only: Se
         seen.add(cells)
         row["run"] = line.get("night") or row["stamp"]
         row["place"] = f"{path} {line.get('start') or ''}"  # two rows of one case there: the later one counts
-        row["options"] = " ".join(OPTION.findall(row["repro"]))
+        row["options"] = options(row)
         if all(row[column] == value for column, value in only):
             results.rows.append(row)
     if twice:

@@ -1,0 +1,20 @@
+"""What a row was asked for beyond its columns, read back from its repro line. Standard library only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+ASKED_TIMING = re.compile(r"\b(?:MEGA_)?TIMING=(\S+)")
+# MEGA_KNOBS and the like, and EXCLUDE_QUANT where it is on; what is checked or listed changes no figure.
+OPTION = re.compile(r"(?:^| )((?:MEGA_(?!TIMING|LIST|ACC)[A-Z_]+|EXCLUDE_QUANT(?==1))=(?:'[^']*'|\S*))")
+
+
+def asked_timing(row: Mapping[str, str]) -> str:
+    """The timing that was wanted: a graph that could not be captured labels its row otherwise."""
+    asked = ASKED_TIMING.search(row["repro"])
+    return asked[1] if asked else row["timing"]
+
+
+def options(row: Mapping[str, str]) -> str:
+    return " ".join(OPTION.findall(row["repro"]))

@@ -28,7 +28,7 @@ from fake_server import (
 
 from tests.harness import wait_until
 from tools import e2e_client, e2e_gate
-from tools.e2e_agreement import agreement, told
+from tools.e2e_agreement import agreements, told
 from tools.e2e_lm_eval import task_words
 from tools.e2e_score import Paired, chance, cleaned, flexible, interval, paired, strict, wilson
 from tools.report_e2e import find_e2e
@@ -299,9 +299,9 @@ def test_without_tokens_characters_are_compared_and_that_is_said(tmp_path: Path)
 
 
 def test_an_answer_that_goes_on_agrees_up_to_the_others_end() -> None:
-    found = [agreement(("ab", ["a", "b"]), ("abc", ["a", "b", "c"])), agreement(("", None), ("", None))]
+    found = agreements([(("ab", ["a", "b"]), ("abc", ["a", "b", "c"])), (("", None), ("", None))])
     assert [(each.same, each.longest, each.whole) for each in found] == [(2, 3, False), (0, 0, True)]
-    assert told(found)["median_parted"] == 2
+    assert told(found)["parted_quartiles"] == [2, 2, 2]
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ Examples:
     python -m tools.e2e_gate gsm8k --questions test.jsonl --train train.jsonl \\
         --reference http://localhost:8000/v1 --candidate http://localhost:8001/v1
     python -m tools.e2e_gate gsm8k --questions test.jsonl --reference results/e2e_20261201T020000Z/reference.jsonl \\
-        --candidate http://localhost:8001/v1
+        --candidate http://localhost:8001/v1 --candidate-name deepep_low_latency
     python -m tools.e2e_gate agreement --reference http://localhost:8000/v1 --candidate http://localhost:8001/v1
 """
 
@@ -21,10 +21,10 @@ import re
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # started as a file, from any folder
@@ -32,8 +32,9 @@ sys.path.insert(0, str(ROOT))  # started as a file, from any folder
 from lib.progress import make_progress  # noqa: E402
 from lib.talk import say, show  # noqa: E402
 from tools.e2e_answers import AnswersError, Record, Task, answered, collect, first_error, read_answers  # noqa: E402
-from tools.e2e_client import Endpoint, EndpointError, first_model  # noqa: E402
-from tools.e2e_lm_eval import run_lm_eval  # noqa: E402
+from tools.e2e_client import Endpoint, EndpointError, model_served  # noqa: E402
+from tools.e2e_lm_eval import Interrupted, run_lm_eval  # noqa: E402
+from tools.e2e_plan import begin, go_on  # noqa: E402
 from tools.e2e_score import EXTRACT  # noqa: E402
 from tools.e2e_tasks import gsm8k, unlabelled  # noqa: E402
 from tools.e2e_verdict import Side, agreement_verdict, gsm8k_verdict, lines_of, write_verdict  # noqa: E402
@@ -81,6 +82,8 @@ def parser() -> argparse.ArgumentParser:
     add("--candidate", required=True, metavar="URL|JSONL", help="the same, of the backend in question")
     add("--reference-model", metavar="NAME", help="by default what the server names first")
     add("--candidate-model", metavar="NAME")
+    add("--reference-name", metavar="TEXT", help="what the report calls it: the backend (the address)")
+    add("--candidate-name", metavar="TEXT", help="the same; verdicts on candidates of other names stand side by side")
     add("--questions", type=Path, metavar="JSONL", help="GSM8K's test.jsonl (gsm8k)")
     add("--train", type=Path, metavar="JSONL", help="GSM8K's train.jsonl, for examples before each question")
     add("--shots", type=whole(0, 32), default=SHOTS, metavar="N", help=f"examples of --train ({SHOTS})")
@@ -121,29 +124,23 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, stopped: threading.Event) -> int:
-    stamp = resumed(options) if options.resume else time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    stamp = resumed(options) if options.resume else ""
+    if stamp:
+        go_on(options, stamp)
     if options.harness == "lm_eval":
-        return settle(options, stamp, run_lm_eval(options, stamp))
+        sides = {name: source(options, name) for name in SIDES}
+        stamp = stamp or begin(options)
+        try:
+            return settle(options, stamp, run_lm_eval(options, sides, options.out_dir / f"e2e_{stamp}", stopped))
+        except Interrupted:
+            return interrupted(stamp)
     task = task_of(options)
-    folder = options.out_dir / f"e2e_{stamp}"
     sides = {name: source(options, name) for name in SIDES}
     stored = {name: read_answers(side, task) for name, side in sides.items() if isinstance(side, Path)}
-    folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, dict[int, Record]] = {}
-    for name, side in sides.items():
-        if isinstance(side, Path):
-            found[name] = stored[name]
-            continue
-        path = folder / f"{name}.jsonl"
-        done = len(answered(read_answers(path, task))) if path.exists() else 0
-        bar = make_progress(f"e2e {name}", len(task.prompts), done)
-        try:
-            found[name] = collect(path, task, side, options.concurrency, stopped, bar)
-        finally:
-            bar.close()
-        if stopped.is_set() and len(answered(found[name])) < len(task.prompts):
-            say(f"{PROGRAM}: interrupted; go on with --resume {stamp}")
-            return INTERRUPTED
+    stamp = stamp or begin(options)
+    found = asked(options, task, sides, stored, stamp, stopped)
+    if found is None:
+        return interrupted(stamp)
     for name in SIDES:
         missing = [number for number in range(len(task.prompts)) if number not in answered(found[name])]
         if missing:
@@ -156,7 +153,40 @@ def run(options: argparse.Namespace, stopped: threading.Event) -> int:
     return settle(options, stamp, judge(task, named["reference"], named["candidate"], options))
 
 
-def settle(options: argparse.Namespace, stamp: str, verdict: dict[str, object]) -> int:
+def asked(
+    options: argparse.Namespace,
+    task: Task,
+    sides: dict[str, Endpoint | Path],
+    stored: dict[str, dict[int, Record]],
+    stamp: str,
+    stopped: threading.Event,
+) -> dict[str, dict[int, Record]] | None:
+    """The answers of both sides, None if it was interrupted before all were there."""
+    found: dict[str, dict[int, Record]] = {}
+    for name, side in sides.items():
+        if isinstance(side, Path):
+            found[name] = stored[name]
+            continue
+        path = options.out_dir / f"e2e_{stamp}" / f"{name}.jsonl"
+        done = len(answered(read_answers(path, task))) if path.exists() else 0
+        bar = make_progress(f"e2e {name}", len(task.prompts), done)
+        try:
+            found[name] = collect(path, task, side, options.concurrency, stopped, bar)
+        finally:
+            bar.close()
+        if stopped.is_set() and len(answered(found[name])) < len(task.prompts):
+            return None
+    return found
+
+
+def interrupted(stamp: str) -> int:
+    say(f"{PROGRAM}: interrupted; go on with --resume {stamp}")
+    return INTERRUPTED
+
+
+def settle(options: argparse.Namespace, stamp: str, verdict: dict[str, Any]) -> int:
+    for name in SIDES:
+        verdict[name] |= {"name": getattr(options, f"{name}_name") or ""}
     path = write_verdict(options.out_dir, stamp, verdict)
     show([*lines_of(verdict), f"verdict: {path}"])
     return RED if verdict["red"] else PASSED
@@ -164,10 +194,11 @@ def settle(options: argparse.Namespace, stamp: str, verdict: dict[str, object]) 
 
 def task_of(options: argparse.Namespace) -> Task:
     if options.mode == "agreement":
-        return unlabelled(options.prompts, options.count, options.max_tokens)
+        return replace(unlabelled(options.prompts, options.count, options.max_tokens), api=options.api)
     if options.questions is None:
         raise AnswersError("--questions: is needed by gsm8k; give GSM8K's test.jsonl")
-    return gsm8k(options.questions, options.count, options.train, options.shots, options.max_tokens)
+    task = gsm8k(options.questions, options.count, options.train, options.shots, options.max_tokens)
+    return replace(task, api=options.api)
 
 
 def source(options: argparse.Namespace, name: str) -> Endpoint | Path:
@@ -182,9 +213,7 @@ def source(options: argparse.Namespace, name: str) -> Endpoint | Path:
         raise AnswersError(f"--key-variable {options.key_variable}: is not set")
     model = getattr(options, f"{name}_model") or ""
     endpoint = Endpoint(text, model, options.api, key, options.timeout, options.tries)
-    return (
-        endpoint if model else Endpoint(text, first_model(endpoint), options.api, key, options.timeout, options.tries)
-    )
+    return replace(endpoint, model=model_served(endpoint))
 
 
 def shown(side: Endpoint | Path) -> str:

@@ -34,6 +34,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send(code, json.dumps(told).encode(), **headers)
 
     def do_GET(self) -> None:
+        if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
+            self.send_json({"error": "no key"}, 401)
+            return
         self.send_json({"data": [{"id": self.server.model}]})
 
     def do_POST(self) -> None:
@@ -69,6 +72,7 @@ class FakeServer(ThreadingHTTPServer):
         self.asked: Counter[str] = Counter()
         self.bodies: list[dict[str, Any]] = []
         self.lock = threading.Lock()
+        self.key = ""
 
     @property
     def url(self) -> str:
@@ -89,10 +93,16 @@ def well(handler: Handler, before: int) -> bool:
 
 @contextmanager
 def serving(
-    model: str = "tiny", wrong: int = 0, every: int = 100, trouble: Trouble = well, tells_tokens: bool = True
+    model: str = "tiny",
+    wrong: int = 0,
+    every: int = 100,
+    trouble: Trouble = well,
+    tells_tokens: bool = True,
+    key: str = "",
 ) -> Iterator[FakeServer]:
     """`wrong` of each `every` answers are off by one."""
     server = FakeServer(model, wrong, every, trouble, tells_tokens)
+    server.key = key
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
@@ -108,6 +118,12 @@ def serving(
 def busy_at_first(handler: Handler, before: int) -> bool:
     if before == 0:
         handler.send_json({"error": "slow down"}, 429, Retry_After="0.05")
+    return before == 0
+
+
+def busy_until_a_date(handler: Handler, before: int) -> bool:
+    if before == 0:
+        handler.send_json({"error": "slow down"}, 503, Retry_After="Wed, 21 Oct 2015 07:28:00 GMT")
     return before == 0
 
 

@@ -7,7 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.error
 from collections.abc import Sequence
+from datetime import datetime, timedelta, timezone
+from email.message import Message
+from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from fake_server import (
     FakeServer,
     always_broken,
     busy_at_first,
+    busy_until_a_date,
     cuts_off,
     drops_at_first,
     forbidden,
@@ -27,7 +32,7 @@ from fake_server import (
 )
 
 from tests.harness import wait_until
-from tools import e2e_client, e2e_gate
+from tools import e2e_client, e2e_gate, e2e_plan
 from tools.e2e_agreement import agreements, told
 from tools.e2e_lm_eval import task_words
 from tools.e2e_score import Paired, chance, cleaned, flexible, interval, paired, strict, wilson
@@ -147,7 +152,7 @@ def test_examples_stand_before_the_question_and_chat_uses_the_servers_template(t
 # --- bad servers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trouble", [busy_at_first, drops_at_first, no_json_at_first, slow_at_first])
+@pytest.mark.parametrize("trouble", [busy_at_first, busy_until_a_date, drops_at_first, no_json_at_first, slow_at_first])
 def test_a_server_that_fails_once_is_asked_again(tmp_path: Path, questions: Path, trouble: Any) -> None:
     with serving() as reference, serving(trouble=trouble) as candidate:
         assert gate(tmp_path, "--questions", questions, "--count", 6, *both(reference, candidate)) == 0
@@ -186,9 +191,43 @@ def test_nobody_at_the_address_is_one_sentence(
 ) -> None:
     with serving() as server:
         url = server.url
-    assert gate(tmp_path, "--questions", questions, "--reference", url, "--candidate", url) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"e2e_gate: {url}: is not reachable (")
+    for model in ((), ("--reference-model", "m")):
+        assert gate(tmp_path, "--questions", questions, "--reference", url, "--candidate", url, *model) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"e2e_gate: {url}: is not reachable (")
+
+
+def test_a_server_that_wants_a_key_is_not_called_unreachable(
+    tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GATE_KEY", "open sesame")
+    with serving(key="open sesame") as server:
+        words = ("--questions", questions, "--count", 2, *both(server, server))
+        assert gate(tmp_path, *words) == 2
+        assert "/models: HTTP 401: " in (said := capsys.readouterr().err)
+        assert "name its key by --key-variable" in said
+        assert gate(tmp_path, *words, "--key-variable", "GATE_KEY") == 0
+
+
+def test_a_busy_server_is_given_the_time_it_asks_for() -> None:
+    def pause(told: str) -> float:
+        headers = Message()
+        headers["Retry-After"] = told
+        return e2e_client._retry_after(urllib.error.HTTPError("", 429, "", headers, None))
+
+    assert [pause(told) for told in ("45", "0.5", "-3", "soon", "nan")] == [45, 0.5, 0, 0, 0]
+    assert pause("99999") == e2e_client.LONGEST_ASKED_S
+    assert 50 < pause(format_datetime(datetime.now(timezone.utc) + timedelta(minutes=1), usegmt=True)) <= 60
+
+
+def test_a_reasoning_model_cut_off_before_it_said_anything_has_an_empty_answer() -> None:
+    assert e2e_client._answer(choice(None, "length"), "chat") == ("", None, "length")
+    with pytest.raises(TypeError, match="its text is no text"):
+        e2e_client._answer(choice(None, "stop"), "chat")
+
+
+def choice(content: str | None, finish: str) -> dict[str, Any]:
+    return {"choices": [{"message": {"content": content}, "finish_reason": finish}]}
 
 
 # --- going on ---------------------------------------------------------------------------------------------------------
@@ -224,16 +263,67 @@ def test_a_run_that_was_killed_goes_on_and_asks_only_what_is_missing(tmp_path: P
         assert sum(candidate.asked.values()) == 30 - len(there)
 
 
+@pytest.mark.parametrize("torn", [b'{"n": 1, "pro', b"\0\0\0"])
+def test_a_run_killed_at_once_keeps_what_was_answered(tmp_path: Path, questions: Path, torn: bytes) -> None:
+    with serving() as reference, serving(trouble=one_lasting) as candidate:
+        words = ["gsm8k", "--questions", str(questions), "--count", "20", *both(reference, candidate)]
+        words += ["--concurrency", "2", "--out-dir", str(tmp_path)]
+        command = [sys.executable, "-m", "tools.e2e_gate", *words]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_until(lambda: sum(candidate.asked.values()) > 10, "ten questions")
+        process.kill()
+        process.wait(timeout=10)
+        (answers,) = tmp_path.glob("e2e_*/candidate.jsonl")
+        there = len(answers.read_text().splitlines())
+        answers.write_bytes(answers.read_bytes() + torn)
+        candidate.trouble = lambda handler, before: False
+        candidate.asked.clear()
+        assert e2e_gate.main([*words, "--resume", "last"]) == 0
+        assert there >= 8
+        assert sum(candidate.asked.values()) == 20 - there
+
+
 def test_answers_of_other_prompts_or_another_model_are_not_mixed(
     tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving() as server:
         words = ("--questions", questions, *both(server, server))
         assert gate(tmp_path, *words, "--count", 3) == 0
-        assert gate(tmp_path, *words, "--count", 3, "--max-tokens", 9, "--resume", "last") == 2
-        assert "was asked with another prompt" in capsys.readouterr().err
-        assert gate(tmp_path, *words, "--count", 4, "--resume", "last", "--candidate-model", "x") == 2
+        (stored,) = tmp_path.glob("e2e_*/reference.jsonl")
+        for changed in (["--max-tokens", "9"], ["--api", "chat"]):
+            again = ("--questions", questions, "--count", 3, "--reference", stored, "--candidate", server.url)
+            assert gate(tmp_path / "other", *again, *changed) == 2
+            assert "was asked with another prompt" in capsys.readouterr().err
+        server.model = "x"  # the server was started anew with another model
+        assert gate(tmp_path, *words, "--count", 4, "--resume", "last") == 2
         assert "holds answers of tiny, not of x" in capsys.readouterr().err
+
+
+def test_going_on_with_another_server_or_other_words_is_refused_before_anything_is_asked(
+    tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving() as good, serving(wrong=1, every=2) as bad:
+        words = ("--questions", questions, "--count", 4)
+        assert gate(tmp_path, *words, *both(good, good)) == 0
+        asked = sum(good.asked.values())
+        assert gate(tmp_path, *words, *both(good, bad), "--resume", "last") == 2
+        assert f"--candidate {bad.url}: the run " in capsys.readouterr().err
+        for changed in (["--api", "chat"], ["--max-tokens", "9"], ["--candidate-name", "other"]):
+            assert gate(tmp_path, *words, *both(good, good), *changed, "--resume", "last") == 2
+            assert f"{changed[0]} {changed[1]}: the run " in capsys.readouterr().err
+        assert gate(tmp_path, "--count", 6, *words[:2], *both(good, good), "--resume", "last") == 0  # more may be asked
+        assert (sum(good.asked.values()) - asked, sum(bad.asked.values())) == (4, 0)
+
+
+def test_two_runs_of_one_second_do_not_share_answers(
+    tmp_path: Path, questions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stamps = iter(["20261201T000000Z"] * 3 + ["20261201T000001Z"])
+    monkeypatch.setattr(e2e_plan, "stamp_now", lambda: next(stamps))
+    with serving() as good, serving(wrong=1, every=2) as bad:
+        words = ("--questions", questions, "--count", 4)
+        assert gate(tmp_path, *words, *both(good, good)) == 0
+        assert gate(tmp_path, *words, *both(good, bad)) == 3
 
 
 @pytest.mark.parametrize(
@@ -298,6 +388,13 @@ def test_without_tokens_characters_are_compared_and_that_is_said(tmp_path: Path)
     assert verdict(tmp_path)["notices"] == ["a server does not tell its tokens, so characters were compared"]
 
 
+def test_an_empty_answer_leaves_the_others_compared_by_token() -> None:
+    (found,) = agreements([(("", []), ("a b", ["a ", "b"]))])
+    assert (found.unit, found.same, found.longest) == ("token", 0, 2)
+    mixed = agreements([(("a", ["a"]), ("a", ["a"])), (("bc", None), ("bd", ["bd"]))])
+    assert {each.unit for each in mixed} == {"character"}  # one unit, so that the share has a meaning
+
+
 def test_an_answer_that_goes_on_agrees_up_to_the_others_end() -> None:
     found = agreements([(("ab", ["a", "b"]), ("abc", ["a", "b", "c"])), (("", None), ("", None))])
     assert [(each.same, each.longest, each.whole) for each in found] == [(2, 3, False), (0, 0, True)]
@@ -345,7 +442,7 @@ bad = 5 if "model=worse" in words["--model_args"] else 0
 with open(os.path.join(words["--output_path"], "samples_gsm8k_2026.jsonl"), "w") as file:
     for doc in range(int(words["--limit"])):
         for name in ("strict-match", "flexible-extract"):
-            file.write(json.dumps({"doc_id": doc, "filter": name, "exact_match": float(doc >= bad)}) + "\\n")
+            file.write(json.dumps({"doc_id": doc, "filter": name, "doc": {"question": f"question {doc}"}, "exact_match": float(doc >= bad)}) + "\\n")
 """
 
 
@@ -360,7 +457,7 @@ def test_lm_eval_is_given_its_own_task_over_a_file(tmp_path: Path, monkeypatch: 
     assert task["dataset_kwargs"]["data_files"]["test"] == str(tmp_path / "test.jsonl")
 
 
-@pytest.mark.parametrize(("model", "code"), [("same", 0), ("worse", 3), ("broken", 2)])
+@pytest.mark.parametrize(("model", "code"), [("same", 0), ("worse", 3), ("broken", 1)])
 def test_an_installed_lm_eval_asks_and_its_samples_are_paired(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str, code: int
 ) -> None:
@@ -368,21 +465,39 @@ def test_an_installed_lm_eval_asks_and_its_samples_are_paired(
     (tmp_path / "lm_eval").mkdir()
     (tmp_path / "lm_eval" / "__main__.py").write_text(LM_EVAL)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(e2e_gate, "installed", lambda: True)
     with serving("a") as reference, serving(model) as candidate:
-        words = ("--harness", "lm_eval", "--count", 50, *both(reference, candidate))
+        words = ("--harness", "auto", "--count", 50, *both(reference, candidate))
         assert gate(tmp_path / "out", *words) == code
-    if code == 2:
+    if code == 1:
         assert "--harness lm_eval: ended with 1: ConnectionError: the Hub is not reachable" in capsys.readouterr().err
-    else:
-        assert verdict(tmp_path / "out")["difference"] == (-0.1 if code else 0)
+        return
+    found = verdict(tmp_path / "out")
+    assert found["difference"] == (-0.1 if code else 0)
+    assert [each["question"] for each in found["flips"]["lost"]] == (
+        [f"question {n}" for n in range(5)] if code else []
+    )
+    assert "cut_off" not in found["candidate"]
+
+
+def test_lm_eval_that_is_not_there_or_cannot_do_it_is_said(
+    tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(e2e_gate, "installed", lambda: False)
+    with serving() as server:
+        words = both(server, server)
+        assert gate(tmp_path, *words, "--harness", "lm_eval") == 2
+        assert "--harness lm_eval: is not installed; get it by: " in capsys.readouterr().err
+        assert gate(tmp_path, *words, "--harness", "lm_eval", mode="agreement") == 2
+        assert gate(tmp_path, *words[:2], "--candidate", "a.jsonl", "--harness", "lm_eval") == 2
+        assert "asks servers only" in capsys.readouterr().err
+        assert gate(tmp_path, *words, "--harness", "auto", "--questions", questions, "--count", 2) == 0
 
 
 # --- in the report ----------------------------------------------------------------------------------------------------
 
 
 def test_the_report_shows_the_newest_verdict_of_a_pair_and_a_failed_one_is_red(tmp_path: Path, questions: Path) -> None:
-    from datetime import datetime, timezone
-
     from tools.report_data import read_results
     from tools.report_markdown import markdown
     from tools.report_model import Options, Report
@@ -398,10 +513,17 @@ def test_the_report_shows_the_newest_verdict_of_a_pair_and_a_failed_one_is_red(t
     (found,) = find_e2e([tmp_path], results.notices)
     assert found.red
     assert any("e2e_20990101T000000Z.json is no verdict" in notice for notice in results.notices)
+    (tmp_path / "e2e_20261231T000000Z.json").write_text(json.dumps(record_of(path, "deepep_low_latency")))
+    assert len(find_e2e([tmp_path], [])) == 2  # another backend at the same address hides nothing
     report = Report(results, Options(datetime.now(timezone.utc), 0, "t", ""), None, None, [found])
     assert (report.level, report.headline) == ("red", "1 end-to-end gate not passed")
     assert "FAIL: 0.750 right" in markdown(report)
     assert "FAIL: 0.750 right" in render(report)
+
+
+def record_of(path: Path, name: str) -> dict[str, Any]:
+    record = json.loads(path.read_text())
+    return dict(record | {"red": False, "candidate": record["candidate"] | {"name": name}})
 
 
 def test_it_runs_as_a_file_from_any_folder(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import quantiles
+from typing import Any
 
 PROMPTS = (
     "The capital of France is",
@@ -38,7 +39,7 @@ Given = tuple[str, Sequence[str] | None]  # an answer: its text, its tokens or N
 
 
 def agreements(pairs: Sequence[tuple[Given, Given]]) -> list[Agreement]:
-    """Of (reference, candidate): all by token, or all by character if any answer has no tokens. An empty one needs none."""
+    """Of (reference, candidate): all by token, or all by character if any answer that is not empty has no tokens."""
     by_token = all(tokens or not text for pair in pairs for text, tokens in pair)
     return [agreement(*pair, by_token) for pair in pairs]
 
@@ -52,8 +53,8 @@ def agreement(reference: Given, candidate: Given, by_token: bool) -> Agreement:
     return Agreement(common, max(len(first), len(second)), "token" if by_token else "character")
 
 
-def told(found: Sequence[Agreement]) -> dict[str, object]:
-    """Shares of tokens and of whole answers that agree, and where the others part (0 = at once): first and quartiles."""
+def told(found: Sequence[Agreement]) -> dict[str, Any]:
+    """Shares of tokens and of whole answers that agree; where the others part (0 = at once): first and quartiles."""
     parted = [each.same for each in found if not each.whole]
     quarters = quantiles(parted, n=4, method="inclusive") if len(parted) > 1 else parted * 3
     longest = sum(each.longest for each in found)

@@ -33,7 +33,7 @@ from lib.progress import make_progress  # noqa: E402
 from lib.talk import say, show  # noqa: E402
 from tools.e2e_answers import AnswersError, Record, Task, answered, collect, first_error, read_answers  # noqa: E402
 from tools.e2e_client import Endpoint, EndpointError, model_served  # noqa: E402
-from tools.e2e_lm_eval import Interrupted, run_lm_eval  # noqa: E402
+from tools.e2e_lm_eval import EndedError, InterruptedRunError, installed, run_lm_eval  # noqa: E402
 from tools.e2e_plan import begin, go_on  # noqa: E402
 from tools.e2e_score import EXTRACT  # noqa: E402
 from tools.e2e_tasks import gsm8k, unlabelled  # noqa: E402
@@ -43,6 +43,7 @@ PROGRAM = "e2e_gate"
 PASSED, INCOMPLETE, USAGE, RED, INTERRUPTED = 0, 1, 2, 3, 130
 SIDES = ("reference", "candidate")
 MARGIN, QUESTIONS, CONCURRENCY, SHOTS = 0.02, 200, 16, 5
+URL = re.compile(r"https?://")
 STAMP = re.compile(r"\d{8}T\d{6}Z")
 
 
@@ -98,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
     add("--timeout", type=whole(1, 86_400), default=300, metavar="S", help="of one request (300)")
     add("--tries", type=whole(1, 100), default=5, metavar="N", help="of one question (5)")
     add("--key-variable", metavar="NAME", help="environment variable that holds the servers' API key")
-    add("--harness", choices=("builtin", "lm_eval"), default="builtin", help="who asks and scores gsm8k (builtin)")
+    add("--harness", choices=("builtin", "lm_eval", "auto"), default="builtin", help="who asks gsm8k (builtin)")
     add("--out-dir", type=Path, default=Path(os.environ.get("OUT_DIR") or "results"), metavar="DIR", help="(OUT_DIR)")
     add("--resume", metavar="STAMP|last", help="go on with a run that was cut short")
     return made
@@ -124,16 +125,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, stopped: threading.Event) -> int:
+    options.harness = harness_of(options)
     stamp = resumed(options) if options.resume else ""
     if stamp:
         go_on(options, stamp)
     if options.harness == "lm_eval":
-        sides = {name: source(options, name) for name in SIDES}
-        stamp = stamp or begin(options)
-        try:
-            return settle(options, stamp, run_lm_eval(options, sides, options.out_dir / f"e2e_{stamp}", stopped))
-        except Interrupted:
-            return interrupted(stamp)
+        return through_lm_eval(options, stamp, stopped)
     task = task_of(options)
     sides = {name: source(options, name) for name in SIDES}
     stored = {name: read_answers(side, task) for name, side in sides.items() if isinstance(side, Path)}
@@ -151,6 +148,35 @@ def run(options: argparse.Namespace, stopped: threading.Event) -> int:
     judge = gsm8k_verdict if options.mode == "gsm8k" else agreement_verdict
     named = {name: Side(shown(sides[name]), model_of(found[name]), found[name]) for name in SIDES}
     return settle(options, stamp, judge(task, named["reference"], named["candidate"], options))
+
+
+def harness_of(options: argparse.Namespace) -> str:
+    """`auto` is lm_eval where it is installed and can do what is asked."""
+    stored = [name for name in SIDES if not URL.match(getattr(options, name))]
+    if options.harness == "auto":
+        return "lm_eval" if installed() and options.mode == "gsm8k" and not stored else "builtin"
+    if options.harness == "lm_eval":
+        if options.mode != "gsm8k":
+            raise AnswersError("--harness lm_eval: has no agreement mode; leave it out")
+        if stored:
+            text = getattr(options, stored[0])
+            raise AnswersError(f"--{stored[0]} {text}: --harness lm_eval asks servers only; give an address")
+        if not installed():
+            remedy = f'get it by: {sys.executable} -m pip install "lm_eval[api]"; or leave --harness out'
+            raise AnswersError(f"--harness lm_eval: is not installed; {remedy}")
+    return str(options.harness)
+
+
+def through_lm_eval(options: argparse.Namespace, stamp: str, stopped: threading.Event) -> int:
+    sides = {name: endpoint_of(options, name) for name in SIDES}
+    stamp = stamp or begin(options)
+    try:
+        return settle(options, stamp, run_lm_eval(options, sides, options.out_dir / f"e2e_{stamp}", stopped))
+    except InterruptedRunError:
+        return interrupted(stamp)
+    except EndedError as error:
+        say(f"{PROGRAM}: {error}; --resume {stamp} asks again")
+        return INCOMPLETE
 
 
 def asked(
@@ -202,12 +228,18 @@ def task_of(options: argparse.Namespace) -> Task:
 
 
 def source(options: argparse.Namespace, name: str) -> Endpoint | Path:
-    """An endpoint with its model, or a file of answers."""
+    """An endpoint, or a file of answers."""
     text = getattr(options, name)
-    if not re.match(r"https?://", text):
-        if not Path(text).is_file():
-            raise AnswersError(f"--{name} {text}: is neither an address (http://host:port/v1) nor a file of answers")
-        return Path(text)
+    if URL.match(text):
+        return endpoint_of(options, name)
+    if not Path(text).is_file():
+        raise AnswersError(f"--{name} {text}: is neither an address (http://host:port/v1) nor a file of answers")
+    return Path(text)
+
+
+def endpoint_of(options: argparse.Namespace, name: str) -> Endpoint:
+    """With its model. Raises EndpointError if nobody is there."""
+    text = getattr(options, name)
     key = os.environ.get(options.key_variable, "") if options.key_variable else ""
     if options.key_variable and not key:
         raise AnswersError(f"--key-variable {options.key_variable}: is not set")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 from tools.e2e_answers import AnswersError
@@ -24,11 +23,15 @@ def plan_of(options: Namespace) -> dict[str, Any]:
     return found | {flag: str(path.resolve()) if (path := getattr(options, flag)) else None for flag in FILES}
 
 
+def stamp_now() -> str:
+    return time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+
+
 def begin(options: Namespace) -> str:
     """The stamp of a new run, its folder made and its plan in it. OSError if it can't be."""
     options.out_dir.mkdir(parents=True, exist_ok=True)
     while True:
-        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        stamp = stamp_now()
         folder = options.out_dir / f"e2e_{stamp}"
         try:
             folder.mkdir()

@@ -100,7 +100,7 @@ def agreement_verdict(task: Task, reference: Side, candidate: Side, options: Nam
     pairs = list(zip(*given, strict=True))
     found = agreements(pairs)
     figures = told(found)
-    red = options.least is not None and float(str(figures["agreement"])) < options.least
+    red = options.least is not None and figures["agreement"] < options.least
     word = "told" if options.least is None else "FAIL" if red else "PASS"
     first = figures["first_parted"]
     quarters = figures["parted_quartiles"]

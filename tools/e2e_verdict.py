@@ -145,7 +145,8 @@ def lines_of(verdict: Mapping[str, Any]) -> list[str]:
         accuracy = [f"{extract} {side[extract]:.3f}" for extract in EXTRACT if extract in side]
         cut = f", {side['cut_off']} cut off" if side.get("cut_off") else ""
         called = " ".join(filter(None, (side.get("name"), side.get("model") or side.get("source", ""))))
-        lines.append(f"  {name}: {called}  {', '.join(accuracy)}{cut}".rstrip())
+        figures = "  " + ", ".join(accuracy) if accuracy else ""
+        lines.append(f"  {name}: {called}{figures}{cut}")
     for word, questions in (verdict.get("flips") or {}).items():
         lines.append(f"  {word}: {len(questions)}")
         lines += [f"    {each['n']:>5}  {_title(each['question'])}" for each in questions[:FLIPS_SHOWN]]

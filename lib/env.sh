@@ -60,7 +60,7 @@ print(base if os.access(base, os.X_OK) else sys.executable)
 
 # probe INTERPRETER MODULE...: true if it starts and is >= 3.10; PROBED = version, new|old, missing modules, executable.
 probe() {
-  mapfile -t PROBED < <("$1" -c "$PROBE_CODE" "${@:2}" 2>/dev/null </dev/null)
+  mapfile -t PROBED < <(trap '' INT && exec "$1" -c "$PROBE_CODE" "${@:2}" 2>/dev/null </dev/null)
   [[ ${#PROBED[@]} -eq 4 && ${PROBED[1]} == new ]]
 }
 
@@ -341,15 +341,14 @@ SIGNALLED=''
 
 # catch_signals: from now on an interrupt no longer ends the run; the sections left write their rows as `interrupted`.
 catch_signals() {
-  trap 'forward_signal INT' INT
-  trap 'forward_signal TERM' TERM HUP QUIT
+  trap forward_signal INT TERM HUP QUIT
 }
 
 forward_signal() {
   INTERRUPTED=1
   SIGNALLED=1
   if [[ -n $SECTION_PID ]]; then
-    kill -s "$1" "$SECTION_PID" 2>/dev/null || true  # it may have just ended
+    kill -s TERM "$SECTION_PID" 2>/dev/null || true  # it may have just ended; INT is a traceback while Python starts
   fi
 }
 
@@ -363,7 +362,7 @@ run_section() {
   SECTION_PID=$!
   set +m
   if [[ $INTERRUPTED != "$told" ]]; then
-    forward_signal INT  # came in while the section was being started
+    forward_signal  # came in while the section was being started
   fi
   wait_for_section
   case $REPLY in

@@ -55,9 +55,12 @@ class Signals:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
 
+    def ignore(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
     def _on_signal(self, number: int, frame: object) -> None:
-        for other in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(other, signal.SIG_IGN)
+        self.ignore()
         self.came = True
         if not self.holding:
             raise Interrupted
@@ -331,10 +334,10 @@ def prefix() -> str:
 
 def run_section(section: Section) -> int:
     """What a section's script calls. Returns the exit code (README, "Exit codes")."""
-    SIGNALS.catch()
-    if shell := os.environ.get("MOE_EP_SHELL_PID"):
-        die_with_parent(int(shell), signal.SIGTERM)  # run.sh killed: end in order, with every row written
     try:
+        SIGNALS.catch()
+        if shell := os.environ.get("MOE_EP_SHELL_PID"):
+            die_with_parent(int(shell), signal.SIGTERM)  # run.sh killed: end in order, with every row written
         return _run_section(section)
     except Interrupted:
         return INTERRUPTED_EXIT
@@ -360,6 +363,8 @@ def run_section(section: Section) -> int:
             traceback.print_exc()
         say(f"{section.name}: internal error: {type(error).__name__}: {error} (DEBUG=1 shows where)")
         return FAILED_EXIT
+    finally:
+        SIGNALS.ignore()
 
 
 def _run_section(section: Section) -> int:

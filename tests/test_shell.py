@@ -80,7 +80,8 @@ def test_numbers_keep_their_point_in_every_locale() -> None:
 def test_every_requirement_is_pinned(name: str) -> None:
     lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
     assert lines
-    assert [line for line in lines if not re.match(r"[\w-]+==[\w.]+(; python_version [<>=]+ \"3\.\d+\")?$", line)] == []
+    marker = r"(; (python_version|platform_\w+) [<>=]+ \"[\w.]+\"( and platform_\w+ == \"\w+\")?)?"
+    assert [line for line in lines if not re.fullmatch(rf"[\w-]+==[\w.]+{marker}", line)] == []
 
 
 # --- interpreters -----------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def rank_lanes(world: int) -> int:
 
 def most_flags(capacity: int, hidden: int) -> int:
     """Chunks x column blocks of one rank's returned rows, for the smallest chunk."""
-    blocks = hidden // SCALE_BLOCK
+    blocks = max(hidden // SCALE_BLOCK, 1)  # a smaller hidden is refused, after its memory was planned
     return max(capacity, 1) * -(-blocks // min(COLUMN_BLOCK, blocks))
 
 

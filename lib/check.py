@@ -25,6 +25,15 @@ CHECKSUM_FACTOR = 0x2545F4914F6CDD1D  # odd and large: 64-bit products that wrap
 CHECKSUM_ROWS = 1024  # rows at a time: a row's words are widened to 64 bits
 
 
+def checksums(rows: torch.Tensor) -> torch.Tensor:
+    """A number a row, int64 [n], of rows [n, m] whose bytes are a multiple of 4; it depends on each place."""
+    import torch
+
+    words = rows.contiguous().view(torch.int32)
+    columns = torch.arange(1, words.shape[1] + 1, device=words.device)
+    return torch.cat([(chunk.long() * (columns * CHECKSUM_FACTOR + 1)).sum(1) for chunk in words.split(CHECKSUM_ROWS)])
+
+
 class Checker:
     """One rank's checks of one session. Every method returns "" or what is wrong, the same on all ranks."""
 
@@ -141,16 +150,16 @@ class Checker:
         return self._differs(self.session.output(), self.timed_output, what)
 
     def _received_rows(self) -> torch.Tensor:
-        """A checksum of each row that the last dispatch brought, sorted: a library may place rows as they arrive."""
+        """A checksum of each row that the last dispatch brought, with its scales, sorted: rows come in any order."""
         import torch
 
         received = self.session.received()
         if received is None or not len(received.rows):
             return torch.empty(0, dtype=torch.int64)
-        words = received.rows.contiguous().view(torch.int32)
-        columns = torch.arange(1, words.shape[1] + 1, device=words.device)
-        sums = [(chunk.long() * (columns * CHECKSUM_FACTOR + 1)).sum(1) for chunk in words.split(CHECKSUM_ROWS)]
-        return torch.cat(sums).sort().values.cpu()
+        sums = checksums(received.rows)
+        if received.scales is not None:
+            sums = sums * CHECKSUM_FACTOR + checksums(received.scales)
+        return sums.sort().values.cpu()
 
     def _replay_problem(self, replay: Callable[[], None]) -> str:
         """No eager call may come between capture and here: the session still shows the captured buffers.

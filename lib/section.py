@@ -31,7 +31,7 @@ from lib.progress import make_progress
 from lib.provenance import moved
 from lib.ranks_environment import worker_environment
 from lib.routing_spec import parse_routing
-from lib.rows import COLUMNS, SCHEMA, LockedError, RowFiles, SchemaError, WriteError
+from lib.rows import COLUMNS, NOT_RUN, SCHEMA, LockedError, RowFiles, SchemaError, WriteError
 from lib.talk import say, show
 from lib.trace_files import remove_unfinished
 from lib.version import git_label
@@ -113,7 +113,10 @@ class Run:
         if status == "ok" and latency:
             outcome = f"ok, p50 {latency:.1f} us"
         self.log(f"{label(case)}: {outcome}")
-        self.progress.case(label(case), outcome)
+        if status in NOT_RUN:
+            self.progress.skip()
+        else:
+            self.progress.case(label(case), outcome)
 
     def note(self, text: str) -> None:
         self.log(text)

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from lib.rows import STATUSES, SchemaError, read_rows
+from lib.rows import NOT_RUN, STATUSES, SchemaError, read_rows
 from lib.talk import show
 
 Row = dict[str, str]
@@ -15,6 +15,8 @@ Row = dict[str, str]
 # heading, column, digits after the point
 FIGURES = (
     ("p50 us", "lat_us_p50", 1),
+    ("p90 us", "lat_us_p90", 1),
+    ("kernel us", "kernel_us", 1),
     ("dispatch", "dispatch_us", 1),
     ("experts", "experts_us", 1),
     ("combine", "combine_us", 1),
@@ -27,6 +29,7 @@ FIGURES = (
 LABELS = ("variant", "algo", "timing", "tokens", "dispatch_dtype")
 SHAPE = ("world", "num_experts", "topk", "hidden", "inter", "routing")
 REASON_CHARACTERS = 110
+NAMES_TOLD = 3  # of variants that did not run for one reason
 
 
 def peaks_text(path: Path) -> str:
@@ -69,6 +72,19 @@ def row_cells(row: Row, labels: list[str], figures: list[tuple[str, str, int]]) 
 
 def shortened(reason: str) -> str:
     return reason if len(reason) <= REASON_CHARACTERS else reason[: REASON_CHARACTERS - 1] + "…"
+
+
+def not_run_lines(rows: list[Row]) -> list[str]:
+    """What did not run here, a line a reason with the variants that share it: `status  variants: reason`."""
+    told: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        variants = told.setdefault((row["status"], row["reason"]), [])
+        variants += [row["variant"]] if row["variant"] not in variants else []
+    lines = []
+    for (status, reason), variants in told.items():
+        more = f" and {len(variants) - NAMES_TOLD} more" if len(variants) > NAMES_TOLD else ""
+        lines.append(f"{status}  {', '.join(variants[:NAMES_TOLD])}{more}: {reason}")
+    return lines
 
 
 def remark_lines(rows: list[Row]) -> list[str]:
@@ -116,7 +132,10 @@ def summary(path: Path) -> list[str]:
     notice = ["(a torn last line was left out)"] if torn else []
     rows.sort(key=lambda row: STATUSES.index(row["status"]))  # what ran comes first; the file keeps the plan's order
     peaks = peaks_text(path.with_name(f"peaks_{rows[0]['stamp']}.json"))
-    return [header(rows, peaks), *table_lines(rows), *remark_lines(rows), f"rows: {path}   {told}", *notice]
+    ran = [row for row in rows if row["status"] not in NOT_RUN]
+    table = [*table_lines(ran), *remark_lines(ran)] if ran else []
+    absent = not_run_lines([row for row in rows if row["status"] in NOT_RUN])
+    return [header(rows, peaks), *table, *absent, f"rows: {path}   {told}", *notice]
 
 
 def main(paths: list[str]) -> int:

@@ -10,6 +10,7 @@ from lib.talk import printable
 
 VERDICTS = ("REGRESSED", "LOST", "INCOMPARABLE", "NO_BASELINE", "INCONCLUSIVE", "IMPROVED", "OK")  # worst first
 SHOWN_ROWS = 40
+BLIND_PCT = 20.0  # a green night says it where its rows' scatter would hide a larger loss than this
 
 Verdict = dict[str, Any]
 
@@ -42,6 +43,13 @@ def one_line(green: bool, night: str, verdicts: Sequence[Verdict], suspects: Seq
         parts.append(f"{row_text(worst)}{change}" + (f" ({worst['reason']})" if worst["reason"] else ""))
     elif verdicts and not green:
         parts.append(f"no row could be judged ({verdicts[0]['reason']})")
+    hazy = [verdict for verdict in verdicts if green and (verdict["threshold_pct"] or 0) > BLIND_PCT]
+    if hazy:
+        most = max(hazy, key=lambda verdict: verdict["threshold_pct"])
+        rows = f"{len(hazy)} row{'s' if len(hazy) > 1 else ''}"
+        parts.append(
+            f"{rows} could lose {BLIND_PCT:.0f} % unseen: {row_text(most)} up to {most['threshold_pct']:.0f} %"
+        )
     if suspects and not green:
         parts.append(f"first suspect: {suspects[0]}")
     return " | ".join(parts)

@@ -14,6 +14,7 @@ from typing import Any
 from lib import gate
 from lib.history import MARKS, BaselineError, Row, machine_key, read_verdicts, verdict_files
 from lib.repro import asked_timing, options
+from lib.rows import NOT_RUN
 from lib.verdict_text import VERDICTS, Verdict, one_line
 
 SCHEMA = 1
@@ -34,7 +35,6 @@ SHOWN = tuple(
     layout handle routing seed warmup iters iters_per_graph l2 routing_sha device""".split()
 )
 FIRST_SUSPECTS = ("versions", "transport", "git")  # compared and told, never a reason not to compare
-NOT_RUN = ("skipped", "missing", "unsupported")
 
 Key = tuple[str, ...]
 

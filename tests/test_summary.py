@@ -53,20 +53,26 @@ def test_a_label_is_shown_where_it_differs(tmp_path: Path) -> None:
 
 
 def test_what_ran_comes_first_and_a_reason_stands_where_figures_would(tmp_path: Path) -> None:
-    long = "needs what this machine has not, " * 9
-    path = a_csv(
-        tmp_path,
-        {"variant": "a", "status": "unsupported", "reason": long},
-        {"variant": "b", "status": "failed", "reason": "rank 1 died in phase time"},
-        OK,
-    )
+    long = "died of what no line can hold, " * 9
+    path = a_csv(tmp_path, {"variant": "b", "status": "failed", "reason": long}, OK)
     lines = summary(path)
-    assert [line.split()[0] for line in lines[2:5]] == ["torch", "b", "a"]
-    assert lines[3].endswith("failed       rank 1 died in phase time")
-    assert lines[4].endswith("…")
-    assert len(lines[4].partition("unsupported  ")[2]) == REASON_CHARACTERS
-    assert lines[5] == f"rows: {path}   1 ok, 1 failed, 1 unsupported"
+    assert [line.split()[0] for line in lines[2:4]] == ["torch", "b"]
+    assert lines[3].endswith("…")
+    assert len(lines[3].partition("failed  ")[2]) == REASON_CHARACTERS
+    assert lines[4] == f"rows: {path}   1 ok, 1 failed"
     assert lines[1].index("p50 us") < 40, "a long reason must not push the figures away"
+
+
+def test_what_did_not_run_is_a_line_a_reason_with_its_variants(tmp_path: Path) -> None:
+    absent = [{"variant": f"v{n}", "status": "missing", "reason": "not installed: V"} for n in range(5)]
+    other = {"variant": "w", "status": "unsupported", "reason": "needs an NVIDIA GPU"}
+    lines = summary(a_csv(tmp_path, *absent, other, OK))
+    assert lines[3:5] == [
+        "missing  v0, v1, v2 and 2 more: not installed: V",
+        "unsupported  w: needs an NVIDIA GPU",
+    ]
+    (tmp_path / "none").mkdir()
+    assert len(summary(a_csv(tmp_path / "none", other))) == 3, "no table where nothing ran"
 
 
 def test_a_torn_line_is_mentioned_and_an_empty_file_too(tmp_path: Path) -> None:

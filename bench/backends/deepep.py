@@ -131,17 +131,18 @@ class HighThroughputSession(DeepEPSession):
             self.payload = (quantized.values, quantized.scales)
 
     def _dispatch(self) -> None:
-        self.mark_arrival()
         if not self.cached:
             self._dispatch_fresh()
             return
         config = self.engine.dispatch_config
+        self.mark_arrival()
         received = self.buffer.dispatch(self.payload, handle=self.cached_handle, config=config)
         self._keep(received[0])
 
     def _dispatch_fresh(self) -> None:
         ids, weights = self.inputs.topk_idx, self.inputs.topk_weights
         per_rank, _, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(ids, self.problem.num_experts)
+        self.mark_arrival()  # the layout is this rank's own kernel; it waits for nobody
         received, self.recv_ids, self.recv_weights, _, self.handle, _ = self.buffer.dispatch(
             self.payload,
             num_tokens_per_rank=per_rank,

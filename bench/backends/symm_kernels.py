@@ -110,11 +110,16 @@ def _ordinals(
 
 
 @triton.jit
-def _publish(table, totals, rank, epoch, world: tl.constexpr, rank_lanes: tl.constexpr):
+def _store_counts(table, totals, rank, world: tl.constexpr, rank_lanes: tl.constexpr):
     """How many rows each rank gets from this one, to all ranks: `totals` int32 [rank_lanes]."""
     ranks = tl.arange(0, rank_lanes)
     for peer in tl.static_range(world):
         tl.store(_at(table, COUNTS, peer, world, tl.int32) + rank * rank_lanes + ranks, totals)
+
+
+@triton.jit
+def _publish(table, totals, rank, epoch, world: tl.constexpr, rank_lanes: tl.constexpr):
+    _store_counts(table, totals, rank, world, rank_lanes)
     for peer in tl.static_range(world):
         _signal(_at(table, READY, peer, world, tl.int32) + rank, epoch)
 
@@ -204,6 +209,33 @@ def _planned_starts(
 
 
 @triton.jit
+def _unplanned_arrivals(table, arrivals, rank, capacity, world: tl.constexpr, rank_lanes: tl.constexpr):
+    """Each source has a region of `capacity` rows; how many it filled came with its rows."""
+    ranks = tl.arange(0, rank_lanes)
+    counts = _at(table, COUNTS, rank, world, tl.int32) + ranks * rank_lanes + rank
+    mine = tl.load(counts, mask=ranks < world, other=0, cache_modifier=".cg")
+    tl.store(arrivals + ranks, ranks * capacity, mask=ranks < world)
+    tl.store(arrivals + world + ranks, mine, mask=ranks < world)
+
+
+@triton.jit
+def _push_rows(
+    table, value, scale, there, row, group, peer,
+    world: tl.constexpr, hidden: tl.constexpr, fp8: tl.constexpr,
+):  # fmt: skip
+    """A tile [rows, groups, 128], and in fp8 its scales [rows, groups], to a rank's rows `row` where `there`."""
+    wire: tl.constexpr = tl.float8e4nv if fp8 else tl.bfloat16
+    all_groups: tl.constexpr = hidden // GROUP
+    column = group[None, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
+    place = row[:, None, None].to(tl.int64) * hidden + column
+    fits = there[:, None] & (group[None, :] < all_groups)
+    tl.store(_at(table, ROWS, peer, world, wire) + place, value, mask=fits[:, :, None])
+    if fp8:
+        place = row[:, None].to(tl.int64) * all_groups + group[None, :]
+        tl.store(_at(table, SCALES, peer, world, tl.float32) + place, scale, mask=fits)
+
+
+@triton.jit
 def symm_dispatch(
     x, topk_idx, topk_weights, tokens, slots, starts, arrivals, table, state, rank, capacity,
     world: tl.constexpr, hidden: tl.constexpr, local_experts: tl.constexpr, topk: tl.constexpr,
@@ -227,7 +259,6 @@ def symm_dispatch(
                 _signal(_at(table, READY, peer, world, tl.int32) + rank, epoch)
         if plan == CACHED:
             start = tl.load(starts + ranks, mask=ranks < world, other=0)
-    wire: tl.constexpr = tl.float8e4nv if fp8 else tl.bfloat16
     all_groups: tl.constexpr = hidden // GROUP
     column_blocks: tl.constexpr = (all_groups + groups - 1) // groups
     for item in range(program, tl.cdiv(tokens, count) * column_blocks, programs):
@@ -255,26 +286,17 @@ def symm_dispatch(
                 slot = tl.sum(tl.where(ranks[None, :] == peer, tl.where(goes == 1, ordinal, -1), 0), 1)
             else:
                 slot = tl.load(slots + peer * capacity + token, mask=token < tokens, other=-1)
-            there = slot >= 0
             row = _pick(start, peer, rank_lanes) + tl.maximum(slot, 0)
-            place = row[:, None, None].to(tl.int64) * hidden + column
-            goes_there = there[:, None, None] & (group[None, :, None] < all_groups)
-            tl.store(_at(table, ROWS, peer, world, wire) + place, value, mask=goes_there)
-            if fp8:
-                place = row[:, None].to(tl.int64) * all_groups + group[None, :]
-                fits = there[:, None] & (group[None, :] < all_groups)
-                tl.store(_at(table, SCALES, peer, world, tl.float32) + place, scale, mask=fits)
+            _push_rows(table, value, scale, slot >= 0, row, group, peer, world, hidden, fp8)
             if column_block == 0:
                 _push_choices(
-                    table, topk_idx, topk_weights, token, there, row, peer, rank, capacity,
+                    table, topk_idx, topk_weights, token, slot >= 0, row, peer, rank, capacity,
                     world, local_experts, topk, lanes,
                 )  # fmt: skip
     if plan == UNPLANNED:
         if program == 0:
             goes, ordinal = _ordinals(topk_idx, tokens, tokens, local_experts, topk, 1, lanes, rank_lanes, scan)
-            for peer in tl.static_range(world):
-                mine = _at(table, COUNTS, peer, world, tl.int32) + rank * rank_lanes + ranks
-                tl.store(mine, tl.sum(ordinal, 0))
+            _store_counts(table, tl.sum(ordinal, 0), rank, world, rank_lanes)
     for step in tl.static_range(world):
         peer = (rank + 1 + step) % world
         _signal(_at(table, DONE, peer, world, tl.int32) + rank * programs + program, epoch)
@@ -282,10 +304,7 @@ def symm_dispatch(
         _wait(_at(table, DONE, rank, world, tl.int32) + peer * programs + program, epoch)
     if plan == UNPLANNED:
         if program == 0:
-            counts = _at(table, COUNTS, rank, world, tl.int32) + ranks * rank_lanes + rank
-            mine = tl.load(counts, mask=ranks < world, other=0, cache_modifier=".cg")
-            tl.store(arrivals + ranks, ranks * capacity, mask=ranks < world)
-            tl.store(arrivals + world + ranks, mine, mask=ranks < world)
+            _unplanned_arrivals(table, arrivals, rank, capacity, world, rank_lanes)
     _finish(state, DISPATCHES, programs)
 
 

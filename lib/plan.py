@@ -41,6 +41,7 @@ class Section:
     backends: Callable[[Knobs], list[Backend]]
     list_knob: str = ""  # the knob that lists this section's backends
     timing_knob: str = "TIMING"
+    identity_experts: bool = False  # nothing is computed between dispatch and combine
 
     def timings(self, knobs: Knobs) -> tuple[str, ...]:
         return knobs.mega_timing if self.timing_knob == "MEGA_TIMING" else knobs.timing
@@ -63,6 +64,7 @@ class Case:
     checked: bool
     key: str
     repro: str
+    identity_experts: bool = False
 
 
 def points(knobs: Knobs, sweep: bool) -> tuple[int, ...]:
@@ -185,6 +187,7 @@ def make_plan(section: Section, knobs: Knobs, machine: Machine, sweep: bool) -> 
                             checked=section.timing_knob != "MEGA_TIMING" or knobs.mega_acc,
                             key=case_key(section.name, variant, problem, timing, knobs, machine),
                             repro=repro_line(section, backend, variant, problem, timing, knobs),
+                            identity_experts=section.identity_experts,
                         )
                     )
     return cases

@@ -243,10 +243,12 @@ class LowLatencySession(DeepEPSession):
         assert self.staged is not None
         self.dequantizer(self.rows, self.scales, self.counts, self.staged)
 
+    def weighed_rows(self) -> torch.Tensor | None:
+        return self.staged if self.dispatch_format == "fp8" else self.rows
+
     def _combine(self) -> None:
-        source = self.staged if self.dispatch_format == "fp8" else self.rows
         ids, weights = self.inputs.topk_idx, self.inputs.topk_weights
-        self.buffer.low_latency_combine(source, ids, weights, self.handle, out=self.out)
+        self.buffer.low_latency_combine(self.weighed_rows(), ids, weights, self.handle, out=self.out)
 
     def versions(self) -> dict[str, str]:
         found = super().versions()

@@ -45,7 +45,7 @@ def most_flags(capacity: int, hidden: int) -> int:
 
 
 def fields(problem: Problem, capacity: int, fp8: bool, programs: int) -> list[Field]:
-    """In the order of the kernels' table (symm_kernels.py, ROWS to ARRIVED)."""
+    """In the order of the kernels' table (symm_device.py, ROWS to ARRIVED)."""
     world, hidden, topk = problem.world, problem.hidden, problem.topk
     received = world * capacity
     wire = "float8_e4m3fn" if fp8 else "bfloat16"

@@ -10,6 +10,7 @@ from lib.talk import printable
 
 VERDICTS = ("REGRESSED", "LOST", "INCOMPARABLE", "NO_BASELINE", "INCONCLUSIVE", "IMPROVED", "OK")  # worst first
 SHOWN_ROWS = 40
+NO_NEW_ROW, MANY = "no new row since", 5  # more rows than that without a new one are told in one line
 BLIND_PCT = 20.0  # a green night says it where its rows' scatter would hide a larger loss than this
 
 Verdict = dict[str, Any]
@@ -58,7 +59,12 @@ def one_line(green: bool, night: str, verdicts: Sequence[Verdict], suspects: Seq
 def document_lines(document: Mapping[str, Any]) -> list[str]:
     """Rows that are not plainly OK, what differs, notices, and the one line last."""
     told = [verdict for verdict in document["verdicts"] if verdict["verdict"] != "OK" or verdict["reason"]]
-    lines = [verdict_text(verdict) for verdict in told[:SHOWN_ROWS]]
+    absent = [verdict for verdict in told if verdict["reason"].startswith(NO_NEW_ROW)]
+    lines = []
+    if len(absent) > MANY:
+        told = [verdict for verdict in told if verdict not in absent]
+        lines = [f"LOST          {len(absent)} rows of the baseline have no new row, the first: {row_text(absent[0])}"]
+    lines += [verdict_text(verdict) for verdict in told[:SHOWN_ROWS]]
     if len(told) > SHOWN_ROWS:
         lines.append(f"... and {len(told) - SHOWN_ROWS} more, all in the JSON")
     lines += [f"differs: {entry}" for entry in document["suspects"]]

@@ -2,11 +2,10 @@
 # What the entry scripts share: strict mode, messages, the choice and set-up of interpreters, output folder, stamps.
 # Sourced, never run. Needs bash >= 4.2, coreutils and findutils; any path may contain spaces.
 # A function that has a result leaves it in REPLY: in a $(subshell) bash drops `set -e` and die() would not end the run.
-
 set -euo pipefail
 export LC_ALL=C        # a comma as decimal point breaks printf, sort and CSV
 unset CDPATH           # makes `cd` print
-unset PYTHONSAFEPATH   # would hide the repository from `python -m bench.ref`
+unset PYTHONSAFEPATH PYTHONINSPECT PYTHONOPTIMIZE  # hide the repository; wait for a person; drop what --help shows
 unset MOE_EP_STAMP MOE_EP_FOLLOWER MOE_EP_BARE MOE_EP_INTERRUPTED MOE_EP_SHELL_PID  # words to the sections, ours alone
 
 readonly EXIT_USAGE=2 EXIT_SET_UP=4 EXIT_NOT_MET=5 EXIT_LOCKED=75 EXIT_INTERRUPTED=130
@@ -36,6 +35,8 @@ die() {
   say "$@"
   exit "$status"
 }
+
+[[ $CALLER_DIR$ROOT != *$'\n'* ]] || die "$EXIT_USAGE" "a folder has a line end in its name; go to another, or rename it"
 
 # --- interpreters -----------------------------------------------------------------------------------------------------
 

@@ -90,7 +90,8 @@ def need_bytes(backend: Backend, variant: Variant, problem: Problem) -> int:
     """Memory of one rank: the backend's own, the inputs', and what the check holds beside them."""
     tokens = problem.tokens * problem.hidden * 4 * HARNESS_COPIES
     one_expert = 3 * problem.hidden * problem.inter * 4
-    return backend.memory_bytes(variant, problem) + tokens + one_expert
+    routing = problem.tokens * problem.num_experts * 8  # a shuffle of all experts a token, int64
+    return backend.memory_bytes(variant, problem) + tokens + one_expert + routing
 
 
 def verdict(

@@ -34,11 +34,13 @@ NAMES_TOLD = 3  # of variants that did not run for one reason
 
 def peaks_text(path: Path) -> str:
     """The ceilings that the run measured, if it did (lib/peaks.py)."""
-    if not path.exists():
+    try:
+        peaks = json.loads(path.read_text())
+        wire, hbm, matmul = peaks["wire_gbps"], peaks["hbm_gbps"], peaks["matmul_tflops"]["bf16"]
+    except (OSError, ValueError, LookupError, TypeError):  # none were measured, or the file was cut short
         return ""
-    peaks = json.loads(path.read_text())
-    wire = f"wire {peaks['wire_gbps']:.0f} GB/s, " if peaks["wire_gbps"] else ""
-    return f"peaks: {wire}HBM {peaks['hbm_gbps']:.0f} GB/s, bf16 {peaks['matmul_tflops']['bf16']:.0f} TFLOP/s"
+    wire_text = f"wire {wire:.0f} GB/s, " if wire else ""
+    return f"peaks: {wire_text}HBM {hbm:.0f} GB/s, bf16 {matmul:.0f} TFLOP/s"
 
 
 def header(rows: list[Row], peaks: str) -> str:
@@ -130,7 +132,8 @@ def summary(path: Path) -> list[str]:
     counts = Counter(row["status"] for row in rows)
     told = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
     notice = ["(a torn last line was left out)"] if torn else []
-    rows.sort(key=lambda row: STATUSES.index(row["status"]))  # what ran comes first; the file keeps the plan's order
+    order = {status: place for place, status in enumerate(STATUSES)}
+    rows.sort(key=lambda row: order.get(row["status"], 0))  # what ran comes first; the file keeps the plan's order
     peaks = peaks_text(path.with_name(f"peaks_{rows[0]['stamp']}.json"))
     ran = [row for row in rows if row["status"] not in NOT_RUN]
     table = [*table_lines(ran), *remark_lines(ran)] if ran else []

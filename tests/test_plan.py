@@ -166,7 +166,7 @@ def test_more_memory_than_there_is_gets_a_verdict_in_gb() -> None:
 def test_a_rank_needs_its_backends_memory_and_the_harnesss() -> None:
     case = case_of(ref.SECTION, cpu(), parsed(CPU, TOKENS="10"))
     backend = ref.SECTION.find("torch", parsed(CPU))
-    harness = 10 * 512 * 4 * plan.HARNESS_COPIES + 3 * 512 * 256 * 4
+    harness = 10 * 512 * 4 * plan.HARNESS_COPIES + 3 * 512 * 256 * 4 + 10 * 32 * 8  # payloads, an expert, the routing
     assert case.memory_bytes == backend.memory_bytes(case.variant, case.problem) + harness
 
 

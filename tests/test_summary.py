@@ -106,3 +106,12 @@ def test_what_an_ok_row_has_to_say_stands_under_the_table_and_its_figures_stay(t
     lines = summary(path)
     assert [line.split()[2] for line in lines[2:5]] == ["1234.6"] * 3
     assert lines[5:7] == [f"  torch: {remark}", "  y: other"]
+
+
+def test_a_torn_peaks_file_and_an_edited_status_leave_the_table_whole(tmp_path: Path) -> None:
+    path = a_csv(tmp_path, OK, OK | {"variant": "edited"})
+    path.write_text(path.read_text().replace(",edited,", ",edited,", 1).replace(",ok,,2,", ",Failed,,2,", 1))
+    (tmp_path / f"peaks_{STAMP}.json").write_text('{"wire_gbps": 39')
+    lines = summary(path)
+    assert any(line.startswith("edited") for line in lines)
+    assert "peaks" not in lines[0]

@@ -5,24 +5,23 @@ It creates no GPU context and imports no library that is measured; standard libr
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import time
 import traceback
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lib.follower import follow
 from lib.guard import die_with_parent
+from lib.interrupt import SIGNALS, Interrupted
 from lib.knobs import KnobErrors, Knobs, parse_knobs
 from lib.launch import Events, Failure, Limits, Request, WorkerGroup
 from lib.launcher import Launcher, detect_launcher, joined_problem
 from lib.machine import Machine, detect_facts, detect_machine, fingerprint
-from lib.meeting import make_card
+from lib.meeting import make_card, trouble_here
 from lib.monitor import Monitor
 from lib.nodes import NOT_MET, Hub, NodeLostError, NotMetError, RefusedError
 from lib.peaks_file import read_peaks, write_peaks
@@ -39,44 +38,6 @@ from lib.wire import pack_case, pack_knobs
 
 OK_EXIT, FAILED_EXIT, USAGE_EXIT, NOTHING_EXIT, LOCKED_EXIT, INTERRUPTED_EXIT = 0, 1, 2, 4, 75, 130
 RED = ("failed", "wrong", "timeout")
-
-
-class Interrupted(BaseException):
-    """Ctrl-C or TERM. Raised once; later ones are ignored, since what follows is only the tidying up."""
-
-
-class Signals:
-    """Where a row is being saved, a signal waits: else a row could be in one of its two files, or in both twice."""
-
-    def __init__(self) -> None:
-        self.holding = self.came = False
-
-    def catch(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
-
-    def ignore(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        self.ignore()
-        self.came = True
-        if not self.holding:
-            raise Interrupted
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        came_before, self.holding = self.came, True
-        try:
-            yield
-        finally:
-            self.holding = False
-        if self.came and not came_before:
-            raise Interrupted
-
-
-SIGNALS = Signals()
 
 
 class Run:
@@ -379,6 +340,9 @@ def _run_section(section: Section) -> int:
     families = {backend.family for backend in section.backends(knobs)}
     if problem := joined_problem(launcher, knobs.gpus, env, len(knobs.sections), families):
         say(problem)
+        return USAGE_EXIT
+    if knobs.nnodes == 1 and (trouble := trouble_here(knobs, env)):  # of several nodes, node 0 tells everyone's
+        say(f"{section.name}: {trouble}")
         return USAGE_EXIT
     if knobs.peaks not in ("measure", "off"):
         read_peaks(Path(knobs.peaks))  # refused now, before anything is measured

@@ -63,7 +63,7 @@ parse_arguments() {
 
 check_knobs() {
   local said line
-  said=$("$BARE" -m lib.nightly check) || exit
+  said=$(trap '' INT && exec "$BARE" -m lib.nightly check) || exit
   declare -gA CHECKED=()
   while IFS= read -r line; do
     CHECKED[${line%%=*}]=${line#*=}

@@ -38,7 +38,7 @@ check_knobs() {
   local said line
   local -a sweep=()
   [[ $PREFIX != sweep ]] || sweep=(--sweep)
-  said=$("$BARE" -m lib.knobs check ${sweep[@]+"${sweep[@]}"}) || exit
+  said=$(trap '' INT && exec "$BARE" -m lib.knobs check ${sweep[@]+"${sweep[@]}"}) || exit
   declare -gA CHECKED=()
   while IFS= read -r line; do
     CHECKED[${line%%=*}]=${line#*=}

@@ -26,7 +26,7 @@ def backends(knobs: Knobs) -> list[Backend]:
     return [backend for name in knobs.comm_list for backend in every if backend.name == name]
 
 
-SECTION = Section("comm", "bench.comm", backends, list_knob="COMM_LIST")
+SECTION = Section("comm", "bench.comm", backends, list_knob="COMM_LIST", identity_experts=True)
 
 if __name__ == "__main__":
     raise SystemExit(run_section(SECTION))

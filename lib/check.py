@@ -25,6 +25,22 @@ CHECKSUM_FACTOR = 0x2545F4914F6CDD1D  # odd and large: 64-bit products that wrap
 CHECKSUM_ROWS = 1024  # rows at a time: a row's words are widened to 64 bits
 
 
+def checksums(rows: torch.Tensor) -> torch.Tensor:
+    """A number a row, int64 [n], of rows [n, m] whose bytes are a multiple of 4; it depends on each place."""
+    import torch
+
+    words = rows.contiguous().view(torch.int32)
+    columns = torch.arange(1, words.shape[1] + 1, device=words.device)
+    return torch.cat([(chunk.long() * (columns * CHECKSUM_FACTOR + 1)).sum(1) for chunk in words.split(CHECKSUM_ROWS)])
+
+
+def mark_of(experts: torch.Tensor) -> torch.Tensor:
+    """1/2, 1 or 2 by expert, float32; another order than that of routing.uneven."""
+    import torch
+
+    return torch.exp2((experts // 3 + experts) % 3 - 1.0)
+
+
 class Checker:
     """One rank's checks of one session. Every method returns "" or what is wrong, the same on all ranks."""
 
@@ -46,6 +62,7 @@ class Checker:
     def before(self, rounds: int) -> str:
         """`rounds` rounds, then the timed payload: its output is kept for the comparison after timing."""
         problem = self._agree(self._weights_digest_differs() or self._rounds(rounds))
+        problem = problem or self._agree(self._marked_round())
         problem = problem or self._agree(self._keep_timed_output())
         problem = problem or self._agree(self.session.broken_promise())
         self._poison_and_stage()  # a call that does nothing while it is timed would else leave the right output
@@ -100,6 +117,30 @@ class Checker:
             self._poisoned_call()
         return problem or self._output_problem(self.inputs.x)
 
+    def _marked_round(self) -> str:
+        """Each expert's rows times a power of two of its own.
+
+        Where the experts are the identity, a token's rows are alike, and any expert's weight on any of them would do.
+        """
+        import torch
+
+        if self.session.kind != "combine" or self.session.weighed_rows() is None:
+            return ""
+        self._write_encoded()
+        self.session.poison()
+        *before, combine = self.session.phases
+        for phase in before:
+            phase.fn()
+        rows = self.session.weighed_rows()
+        assert rows is not None
+        experts = torch.arange(len(rows), device=rows.device) + self.group.rank * len(rows)
+        rows.mul_(mark_of(experts).to(rows.dtype).view(-1, 1, 1))
+        combine.fn()
+        ids, weights = self.inputs.topk_idx, self.inputs.topk_weights
+        marked = torch.where(ids >= 0, weights * mark_of(ids), weights)
+        found = oracle.check_combine(self.session.output(), self.inputs.x, marked, self.session.combine_format)
+        return f"with each expert's rows marked, {found}" if found else ""
+
     def _moe_round(self, number: int) -> str:
         self._write_encoded()
         self._poisoned_call()
@@ -141,16 +182,16 @@ class Checker:
         return self._differs(self.session.output(), self.timed_output, what)
 
     def _received_rows(self) -> torch.Tensor:
-        """A checksum of each row that the last dispatch brought, sorted: a library may place rows as they arrive."""
+        """A checksum of each row that the last dispatch brought, with its scales, sorted: rows come in any order."""
         import torch
 
         received = self.session.received()
         if received is None or not len(received.rows):
             return torch.empty(0, dtype=torch.int64)
-        words = received.rows.contiguous().view(torch.int32)
-        columns = torch.arange(1, words.shape[1] + 1, device=words.device)
-        sums = [(chunk.long() * (columns * CHECKSUM_FACTOR + 1)).sum(1) for chunk in words.split(CHECKSUM_ROWS)]
-        return torch.cat(sums).sort().values.cpu()
+        sums = checksums(received.rows)
+        if received.scales is not None:
+            sums = sums * CHECKSUM_FACTOR + checksums(received.scales)
+        return sums.sort().values.cpu()
 
     def _replay_problem(self, replay: Callable[[], None]) -> str:
         """No eager call may come between capture and here: the session still shows the captured buffers.

@@ -185,6 +185,13 @@ class Session:
         """What the last dispatch brought, or None where the library does not show it."""
         return None
 
+    def weighed_rows(self) -> torch.Tensor | None:
+        """What combine will take, [L, slots, H] bf16 by local expert, where the library applies the gate weights.
+
+        Asked after a dispatch and its staging; the check may change it. None where the caller has weighed the rows.
+        """
+        return None
+
     def broken_promise(self) -> str:
         """What the library promises beyond the sum, "" if it is kept: part of the check. All ranks call it together."""
         return ""

@@ -2,11 +2,10 @@
 # What the entry scripts share: strict mode, messages, the choice and set-up of interpreters, output folder, stamps.
 # Sourced, never run. Needs bash >= 4.2, coreutils and findutils; any path may contain spaces.
 # A function that has a result leaves it in REPLY: in a $(subshell) bash drops `set -e` and die() would not end the run.
-
 set -euo pipefail
 export LC_ALL=C        # a comma as decimal point breaks printf, sort and CSV
 unset CDPATH           # makes `cd` print
-unset PYTHONSAFEPATH   # would hide the repository from `python -m bench.ref`
+unset PYTHONSAFEPATH PYTHONINSPECT PYTHONOPTIMIZE  # hide the repository; wait for a person; drop what --help shows
 unset MOE_EP_STAMP MOE_EP_FOLLOWER MOE_EP_BARE MOE_EP_INTERRUPTED MOE_EP_SHELL_PID  # words to the sections, ours alone
 
 readonly EXIT_USAGE=2 EXIT_SET_UP=4 EXIT_NOT_MET=5 EXIT_LOCKED=75 EXIT_INTERRUPTED=130
@@ -37,6 +36,8 @@ die() {
   exit "$status"
 }
 
+[[ $CALLER_DIR$ROOT != *$'\n'* ]] || die "$EXIT_USAGE" "a folder has a line end in its name; go to another, or rename it"
+
 # --- interpreters -----------------------------------------------------------------------------------------------------
 
 # Runs on any Python since 2.6. find_spec does not import (torch takes seconds); a folder left behind by an uninstall
@@ -60,7 +61,7 @@ print(base if os.access(base, os.X_OK) else sys.executable)
 
 # probe INTERPRETER MODULE...: true if it starts and is >= 3.10; PROBED = version, new|old, missing modules, executable.
 probe() {
-  mapfile -t PROBED < <("$1" -c "$PROBE_CODE" "${@:2}" 2>/dev/null </dev/null)
+  mapfile -t PROBED < <(trap '' INT && exec "$1" -c "$PROBE_CODE" "${@:2}" 2>/dev/null </dev/null)
   [[ ${#PROBED[@]} -eq 4 && ${PROBED[1]} == new ]]
 }
 
@@ -341,15 +342,14 @@ SIGNALLED=''
 
 # catch_signals: from now on an interrupt no longer ends the run; the sections left write their rows as `interrupted`.
 catch_signals() {
-  trap 'forward_signal INT' INT
-  trap 'forward_signal TERM' TERM HUP QUIT
+  trap forward_signal INT TERM HUP QUIT
 }
 
 forward_signal() {
   INTERRUPTED=1
   SIGNALLED=1
   if [[ -n $SECTION_PID ]]; then
-    kill -s "$1" "$SECTION_PID" 2>/dev/null || true  # it may have just ended
+    kill -s TERM "$SECTION_PID" 2>/dev/null || true  # it may have just ended; INT is a traceback while Python starts
   fi
 }
 
@@ -363,7 +363,7 @@ run_section() {
   SECTION_PID=$!
   set +m
   if [[ $INTERRUPTED != "$told" ]]; then
-    forward_signal INT  # came in while the section was being started
+    forward_signal  # came in while the section was being started
   fi
   wait_for_section
   case $REPLY in

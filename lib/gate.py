@@ -128,11 +128,11 @@ def judge(nights: Sequence[Sequence[float]], first: Sequence[float], again: Sequ
         return Finding("NO_BASELINE", "no baseline night has this figure")
     base = median(median(night) for night in some)
     if not first:
-        return Finding("INCONCLUSIVE", "no usable start tonight", base, tonight=True)
+        return Finding("INCONCLUSIVE", "no usable start", base, tonight=True)
     new, limit = median([*first, *again]), threshold(some)
     short = Finding("INCONCLUSIVE", "", base, new, new / base - 1, limit)
     if len(first) < MIN_STARTS:
-        return replace(short, reason=f"{len(first)} usable starts tonight, {MIN_STARTS} are needed", tonight=True)
+        return replace(short, reason=f"{len(first)} usable starts, {MIN_STARTS} are needed", tonight=True)
     if len(whole) < MIN_NIGHTS:
         return replace(short, reason=f"{len(whole)} baseline nights of {MIN_STARTS} starts, {MIN_NIGHTS} are needed")
     starts = [start for night in whole for start in night]

@@ -15,7 +15,7 @@ from lib.contract import Engine, Group, Session, Unsupported
 from lib.plan import Case
 from lib.problem import TIMED_PAYLOAD, Inputs, token_payload
 from lib.roofline import Peaks, sol_columns
-from lib.routing import Routing, make_routing
+from lib.routing import Routing, make_routing, uneven
 
 if TYPE_CHECKING:
     from lib.knobs import Knobs
@@ -121,6 +121,8 @@ def bind(case: Case, engine: Engine, bench: Bench, eager: str) -> Bound:
     routing = make_routing(case.problem)
     if len(set(gather(routing.sha, bench.group))) != 1:
         raise RuntimeError("the routing differs between ranks")
+    if case.identity_experts:
+        routing = uneven(routing)
     inputs = make_inputs(case, routing, bench.group)
     session = engine.bind(case.problem, inputs)
     method, graph = choose_method(case, session, eager)

@@ -210,7 +210,10 @@ def suspects_of(folder: str, night: str, given: str) -> int:
             if knob in knobs:
                 found[knobs["SECTION"]][knob].append(knobs[knob])
         found[knobs["SECTION"]]["SEQ_LENS"].append(knobs["TOKENS"])
-        say(f"suspect: {row_text(verdict)} {verdict['reason']}")
+        change = verdict["change_pct"]
+        say(
+            f"suspect: {row_text(verdict)} {verdict['reason'] if change is None else f'{change:+.1f} %'}; it runs again"
+        )
     lines = []
     for section, knobs_of in found.items():
         texts = [f"{knob}={' '.join(dict.fromkeys(values))}" for knob, values in knobs_of.items()]

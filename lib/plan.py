@@ -41,6 +41,7 @@ class Section:
     backends: Callable[[Knobs], list[Backend]]
     list_knob: str = ""  # the knob that lists this section's backends
     timing_knob: str = "TIMING"
+    identity_experts: bool = False  # nothing is computed between dispatch and combine
 
     def timings(self, knobs: Knobs) -> tuple[str, ...]:
         return knobs.mega_timing if self.timing_knob == "MEGA_TIMING" else knobs.timing
@@ -63,6 +64,7 @@ class Case:
     checked: bool
     key: str
     repro: str
+    identity_experts: bool = False
 
 
 def points(knobs: Knobs, sweep: bool) -> tuple[int, ...]:
@@ -88,7 +90,8 @@ def need_bytes(backend: Backend, variant: Variant, problem: Problem) -> int:
     """Memory of one rank: the backend's own, the inputs', and what the check holds beside them."""
     tokens = problem.tokens * problem.hidden * 4 * HARNESS_COPIES
     one_expert = 3 * problem.hidden * problem.inter * 4
-    return backend.memory_bytes(variant, problem) + tokens + one_expert
+    routing = problem.tokens * problem.num_experts * 8  # a shuffle of all experts a token, int64
+    return backend.memory_bytes(variant, problem) + tokens + one_expert + routing
 
 
 def verdict(
@@ -185,6 +188,7 @@ def make_plan(section: Section, knobs: Knobs, machine: Machine, sweep: bool) -> 
                             checked=section.timing_knob != "MEGA_TIMING" or knobs.mega_acc,
                             key=case_key(section.name, variant, problem, timing, knobs, machine),
                             repro=repro_line(section, backend, variant, problem, timing, knobs),
+                            identity_experts=section.identity_experts,
                         )
                     )
     return cases

@@ -50,8 +50,9 @@ class Problem:
 class Inputs:
     """One rank's static inputs. The harness owns and rewrites them in place; a session only reads them.
 
-    x [T, H] bf16 · topk_idx [T, K] int64, -1 = masked · topk_weights [T, K] float32, 0 where masked, a row sums to 1
-    (or 0 if all of it is masked). T is this rank's own token count, which is 0 on a rank named by `empty=`.
+    x [T, H] bf16 · topk_idx [T, K] int64, -1 = masked · topk_weights [T, K] float32, 0 where masked, else positive, and
+    1 in a row's sum (0 if all of it is masked), except where experts are the identity (routing.uneven). T is this
+    rank's own token count, which is 0 on a rank named by `empty=`.
     """
 
     x: torch.Tensor

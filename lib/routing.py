@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Context, Decimal
 from functools import lru_cache
 
@@ -72,6 +72,16 @@ def make_routing(problem: Problem) -> Routing:
     load = expert_loads(topk_idx, problem.num_experts).reshape(problem.world, -1).sum(1)
     skew = float(load.max() / load.mean()) if load.any() else None
     return Routing(topk_idx, topk_weights, _hash(topk_idx, topk_weights), skew, spec.empty)
+
+
+def uneven(routing: Routing) -> Routing:
+    """The same routing with each gate weight times 1/2, 1 or 2, by its expert: exact, and the same on every rank.
+
+    Weights that sum to 1 make sum(w * x) = x where experts are the identity: a combine that gives its input back would
+    be right. `sha` stays that of the routing law.
+    """
+    factor = np.where(routing.topk_idx >= 0, np.exp2(routing.topk_idx % 3 - 1.0), 1.0).astype(np.float32)
+    return replace(routing, topk_weights=routing.topk_weights * factor)
 
 
 def rank_topk(problem: Problem, spec: RoutingSpec, rank: int) -> Ints:

@@ -30,6 +30,7 @@ COLUMNS = tuple(
     quant_included staging_included timer sm_clk_mhz_min throttled contended tainted device versions git repro
     """.split()
 )
+NOT_RUN = ("skipped", "missing", "unsupported")  # a verdict reached without running anything
 STATUSES = ("ok", "wrong", "failed", "timeout", "interrupted", "skipped", "missing", "unsupported")
 AGAIN = ("interrupted", "failed", "timeout")  # what a resumed run does once more; `wrong` stays as evidence
 # Words that pandas.read_csv takes for a missing value (pandas/_libs/parsers.pyx, STR_NA_VALUES); "" means it here too.

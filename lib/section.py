@@ -5,24 +5,23 @@ It creates no GPU context and imports no library that is measured; standard libr
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import time
 import traceback
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lib.follower import follow
 from lib.guard import die_with_parent
+from lib.interrupt import SIGNALS, Interrupted
 from lib.knobs import KnobErrors, Knobs, parse_knobs
 from lib.launch import Events, Failure, Limits, Request, WorkerGroup
 from lib.launcher import Launcher, detect_launcher, joined_problem
 from lib.machine import Machine, detect_facts, detect_machine, fingerprint
-from lib.meeting import make_card
+from lib.meeting import make_card, trouble_here
 from lib.monitor import Monitor
 from lib.nodes import NOT_MET, Hub, NodeLostError, NotMetError, RefusedError
 from lib.peaks_file import read_peaks, write_peaks
@@ -31,7 +30,7 @@ from lib.progress import make_progress
 from lib.provenance import moved
 from lib.ranks_environment import worker_environment
 from lib.routing_spec import parse_routing
-from lib.rows import COLUMNS, SCHEMA, LockedError, RowFiles, SchemaError, WriteError
+from lib.rows import COLUMNS, NOT_RUN, SCHEMA, LockedError, RowFiles, SchemaError, WriteError
 from lib.talk import say, show
 from lib.trace_files import remove_unfinished
 from lib.version import git_label
@@ -39,41 +38,6 @@ from lib.wire import pack_case, pack_knobs
 
 OK_EXIT, FAILED_EXIT, USAGE_EXIT, NOTHING_EXIT, LOCKED_EXIT, INTERRUPTED_EXIT = 0, 1, 2, 4, 75, 130
 RED = ("failed", "wrong", "timeout")
-
-
-class Interrupted(BaseException):
-    """Ctrl-C or TERM. Raised once; later ones are ignored, since what follows is only the tidying up."""
-
-
-class Signals:
-    """Where a row is being saved, a signal waits: else a row could be in one of its two files, or in both twice."""
-
-    def __init__(self) -> None:
-        self.holding = self.came = False
-
-    def catch(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        for other in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(other, signal.SIG_IGN)
-        self.came = True
-        if not self.holding:
-            raise Interrupted
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        came_before, self.holding = self.came, True
-        try:
-            yield
-        finally:
-            self.holding = False
-        if self.came and not came_before:
-            raise Interrupted
-
-
-SIGNALS = Signals()
 
 
 class Run:
@@ -110,7 +74,10 @@ class Run:
         if status == "ok" and latency:
             outcome = f"ok, p50 {latency:.1f} us"
         self.log(f"{label(case)}: {outcome}")
-        self.progress.case(label(case), outcome)
+        if status in NOT_RUN:
+            self.progress.skip()
+        else:
+            self.progress.case(label(case), outcome)
 
     def note(self, text: str) -> None:
         self.log(text)
@@ -331,10 +298,10 @@ def prefix() -> str:
 
 def run_section(section: Section) -> int:
     """What a section's script calls. Returns the exit code (README, "Exit codes")."""
-    SIGNALS.catch()
-    if shell := os.environ.get("MOE_EP_SHELL_PID"):
-        die_with_parent(int(shell), signal.SIGTERM)  # run.sh killed: end in order, with every row written
     try:
+        SIGNALS.catch()
+        if shell := os.environ.get("MOE_EP_SHELL_PID"):
+            die_with_parent(int(shell), signal.SIGTERM)  # run.sh killed: end in order, with every row written
         return _run_section(section)
     except Interrupted:
         return INTERRUPTED_EXIT
@@ -360,6 +327,8 @@ def run_section(section: Section) -> int:
             traceback.print_exc()
         say(f"{section.name}: internal error: {type(error).__name__}: {error} (DEBUG=1 shows where)")
         return FAILED_EXIT
+    finally:
+        SIGNALS.ignore()
 
 
 def _run_section(section: Section) -> int:
@@ -371,6 +340,9 @@ def _run_section(section: Section) -> int:
     families = {backend.family for backend in section.backends(knobs)}
     if problem := joined_problem(launcher, knobs.gpus, env, len(knobs.sections), families):
         say(problem)
+        return USAGE_EXIT
+    if knobs.nnodes == 1 and (trouble := trouble_here(knobs, env)):  # of several nodes, node 0 tells everyone's
+        say(f"{section.name}: {trouble}")
         return USAGE_EXIT
     if knobs.peaks not in ("measure", "off"):
         read_peaks(Path(knobs.peaks))  # refused now, before anything is measured

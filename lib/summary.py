@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from lib.rows import STATUSES, SchemaError, read_rows
+from lib.rows import NOT_RUN, STATUSES, SchemaError, read_rows
 from lib.talk import show
 
 Row = dict[str, str]
@@ -15,6 +15,8 @@ Row = dict[str, str]
 # heading, column, digits after the point
 FIGURES = (
     ("p50 us", "lat_us_p50", 1),
+    ("p90 us", "lat_us_p90", 1),
+    ("kernel us", "kernel_us", 1),
     ("dispatch", "dispatch_us", 1),
     ("experts", "experts_us", 1),
     ("combine", "combine_us", 1),
@@ -27,15 +29,18 @@ FIGURES = (
 LABELS = ("variant", "algo", "timing", "tokens", "dispatch_dtype")
 SHAPE = ("world", "num_experts", "topk", "hidden", "inter", "routing")
 REASON_CHARACTERS = 110
+NAMES_TOLD = 3  # of variants that did not run for one reason
 
 
 def peaks_text(path: Path) -> str:
     """The ceilings that the run measured, if it did (lib/peaks.py)."""
-    if not path.exists():
+    try:
+        peaks = json.loads(path.read_text())
+        wire, hbm, matmul = peaks["wire_gbps"], peaks["hbm_gbps"], peaks["matmul_tflops"]["bf16"]
+    except (OSError, ValueError, LookupError, TypeError):  # none were measured, or the file was cut short
         return ""
-    peaks = json.loads(path.read_text())
-    wire = f"wire {peaks['wire_gbps']:.0f} GB/s, " if peaks["wire_gbps"] else ""
-    return f"peaks: {wire}HBM {peaks['hbm_gbps']:.0f} GB/s, bf16 {peaks['matmul_tflops']['bf16']:.0f} TFLOP/s"
+    wire_text = f"wire {wire:.0f} GB/s, " if wire else ""
+    return f"peaks: {wire_text}HBM {hbm:.0f} GB/s, bf16 {matmul:.0f} TFLOP/s"
 
 
 def header(rows: list[Row], peaks: str) -> str:
@@ -69,6 +74,19 @@ def row_cells(row: Row, labels: list[str], figures: list[tuple[str, str, int]]) 
 
 def shortened(reason: str) -> str:
     return reason if len(reason) <= REASON_CHARACTERS else reason[: REASON_CHARACTERS - 1] + "…"
+
+
+def not_run_lines(rows: list[Row]) -> list[str]:
+    """What did not run here, a line a reason with the variants that share it: `status  variants: reason`."""
+    told: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        variants = told.setdefault((row["status"], row["reason"]), [])
+        variants += [row["variant"]] if row["variant"] not in variants else []
+    lines = []
+    for (status, reason), variants in told.items():
+        more = f" and {len(variants) - NAMES_TOLD} more" if len(variants) > NAMES_TOLD else ""
+        lines.append(f"{status}  {', '.join(variants[:NAMES_TOLD])}{more}: {reason}")
+    return lines
 
 
 def remark_lines(rows: list[Row]) -> list[str]:
@@ -114,9 +132,13 @@ def summary(path: Path) -> list[str]:
     counts = Counter(row["status"] for row in rows)
     told = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
     notice = ["(a torn last line was left out)"] if torn else []
-    rows.sort(key=lambda row: STATUSES.index(row["status"]))  # what ran comes first; the file keeps the plan's order
+    order = {status: place for place, status in enumerate(STATUSES)}
+    rows.sort(key=lambda row: order.get(row["status"], 0))  # what ran comes first; the file keeps the plan's order
     peaks = peaks_text(path.with_name(f"peaks_{rows[0]['stamp']}.json"))
-    return [header(rows, peaks), *table_lines(rows), *remark_lines(rows), f"rows: {path}   {told}", *notice]
+    ran = [row for row in rows if row["status"] not in NOT_RUN]
+    table = [*table_lines(ran), *remark_lines(ran)] if ran else []
+    absent = not_run_lines([row for row in rows if row["status"] in NOT_RUN])
+    return [header(rows, peaks), *table, *absent, f"rows: {path}   {told}", *notice]
 
 
 def main(paths: list[str]) -> int:

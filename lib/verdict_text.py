@@ -10,6 +10,8 @@ from lib.talk import printable
 
 VERDICTS = ("REGRESSED", "LOST", "INCOMPARABLE", "NO_BASELINE", "INCONCLUSIVE", "IMPROVED", "OK")  # worst first
 SHOWN_ROWS = 40
+NO_NEW_ROW, MANY = "no new row since", 5  # more rows than that without a new one are told in one line
+BLIND_PCT = 20.0  # a green night says it where its rows' scatter would hide a larger loss than this
 
 Verdict = dict[str, Any]
 
@@ -42,6 +44,13 @@ def one_line(green: bool, night: str, verdicts: Sequence[Verdict], suspects: Seq
         parts.append(f"{row_text(worst)}{change}" + (f" ({worst['reason']})" if worst["reason"] else ""))
     elif verdicts and not green:
         parts.append(f"no row could be judged ({verdicts[0]['reason']})")
+    hazy = [verdict for verdict in verdicts if green and (verdict["threshold_pct"] or 0) > BLIND_PCT]
+    if hazy:
+        most = max(hazy, key=lambda verdict: verdict["threshold_pct"])
+        rows = f"{len(hazy)} row{'s' if len(hazy) > 1 else ''}"
+        parts.append(
+            f"{rows} could lose {BLIND_PCT:.0f} % unseen: {row_text(most)} up to {most['threshold_pct']:.0f} %"
+        )
     if suspects and not green:
         parts.append(f"first suspect: {suspects[0]}")
     return " | ".join(parts)
@@ -50,7 +59,12 @@ def one_line(green: bool, night: str, verdicts: Sequence[Verdict], suspects: Seq
 def document_lines(document: Mapping[str, Any]) -> list[str]:
     """Rows that are not plainly OK, what differs, notices, and the one line last."""
     told = [verdict for verdict in document["verdicts"] if verdict["verdict"] != "OK" or verdict["reason"]]
-    lines = [verdict_text(verdict) for verdict in told[:SHOWN_ROWS]]
+    absent = [verdict for verdict in told if verdict["reason"].startswith(NO_NEW_ROW)]
+    lines = []
+    if len(absent) > MANY:
+        told = [verdict for verdict in told if verdict not in absent]
+        lines = [f"LOST          {len(absent)} rows of the baseline have no new row, the first: {row_text(absent[0])}"]
+    lines += [verdict_text(verdict) for verdict in told[:SHOWN_ROWS]]
     if len(told) > SHOWN_ROWS:
         lines.append(f"... and {len(told) - SHOWN_ROWS} more, all in the JSON")
     lines += [f"differs: {entry}" for entry in document["suspects"]]

@@ -14,7 +14,8 @@ from typing import Any
 from lib import gate
 from lib.history import MARKS, BaselineError, Row, machine_key, read_verdicts, verdict_files
 from lib.repro import asked_timing, options
-from lib.verdict_text import VERDICTS, Verdict, one_line
+from lib.rows import NOT_RUN
+from lib.verdict_text import NO_NEW_ROW, VERDICTS, Verdict, one_line
 
 SCHEMA = 1
 OK_EXIT, RED_EXIT = 0, 3
@@ -34,7 +35,6 @@ SHOWN = tuple(
     layout handle routing seed warmup iters iters_per_graph l2 routing_sha device""".split()
 )
 FIRST_SUSPECTS = ("versions", "transport", "git")  # compared and told, never a reason not to compare
-NOT_RUN = ("skipped", "missing", "unsupported")
 
 Key = tuple[str, ...]
 
@@ -136,17 +136,19 @@ def judge_row(old: list[Row], new: list[Row], metric: str) -> tuple[Verdict | No
     if not base:
         if not ok and not bad:
             return None, False
-        why = bad_text(bad) if bad else "no baseline holds this row; ./nightly.sh --accept takes it in"
+        first = "no baseline holds this row; ./nightly.sh --accept takes it in, and 5 accepted nights judge it"
+        why = bad_text(bad) if bad else first
         return verdict | {"verdict": "NO_BASELINE", "reason": why}, False
     if not new:
-        return verdict | {"verdict": "LOST", "reason": f"no new row since {verdict['last_ok']}"}, False
+        return verdict | {"verdict": "LOST", "reason": f"{NO_NEW_ROW} {verdict['last_ok']}"}, False
     again_ok = [row for row in ok if row["again"] == "1"]
     again_bad = [row for row in bad if row["again"] == "1"]
     wrong = [row for row in bad if row["status"] == "wrong"]
     if len(ok) + len(bad) < len(new) or wrong or (bad and (again_bad or len(again_ok) < gate.MIN_STARTS)):
         not_ok = wrong or bad or [row for row in new if row["status"] in NOT_RUN]
         return verdict | {"verdict": "LOST", "reason": bad_text(not_ok)}, bool(bad) and not wrong and not again_bad
-    if told := list(dict.fromkeys(name for row in ok for name in differences(base[-1], row))):
+    each = {itemgetter(*ALIKE)(row): row for row in ok}.values()  # in all else rows of one case are alike
+    if told := list(dict.fromkeys(name for row in each for name in differences(base[-1], row))):
         eager = next((f" ({row['graph']})" for row in ok if row["graph"].startswith("eager")), "")
         return verdict | {"verdict": "INCOMPARABLE", "differs": told, "reason": "; ".join(told) + eager}, False
     verdict, suspect = judge_figures(verdict, base, ok, metric)

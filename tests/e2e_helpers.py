@@ -1,4 +1,4 @@
-"""Runs of the end-to-end gate for its tests, and what they left."""
+"""The end-to-end gate's command with a test's defaults, and files of questions."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from lib.formats import quantize
 from tests.recorded import enforced
 
 SIGNATURES = "deep_ep_1.2.1.json"
-FAULTS = ("corrupt_row", "swap_slots", "skip_weights")  # what `Buffer.fault` may be, beside ""
+FAULTS = ("corrupt_row", "swap_slots", "skip_weights", "weigh_another")  # what `Buffer.fault` may be, beside ""
 ALIGNMENT = 128  # csrc/kernels/configs.cuh, NUM_BUFFER_ALIGNMENT_BYTES
 NVL_PEERS = 8  # csrc/kernels/configs.cuh, NUM_MAX_NVL_PEERS
 MAX_LOCAL_EXPERTS = 1024  # csrc/kernels/configs.cuh, NUM_MAX_LOCAL_EXPERTS
@@ -327,6 +327,8 @@ class Buffer:
     def _weighted(self, received: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         """The sum over a token's choices in their order, float32 [T, H]."""
         total = torch.zeros(len(topk_idx), received.shape[2])
+        if Buffer.fault == "weigh_another" and self._rank == 1:
+            topk_weights = topk_weights.roll(1, 1)  # the sum of weights stays: identity rows would not tell
         for expert, weight in zip(topk_idx.T, topk_weights.T, strict=True):
             token = (expert >= 0).nonzero()[:, 0]
             broken = Buffer.fault == "skip_weights" and self._rank == 1

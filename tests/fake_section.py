@@ -18,7 +18,7 @@ def backends(knobs: Knobs) -> list[Backend]:
     return [FakeBackend(FAKES[name], with_experts=False) for name in os.environ[LIST].split()]
 
 
-SECTION = Section("fake", "tests.fake_section", backends)
+SECTION = Section("fake", "tests.fake_section", backends, identity_experts=True)
 
 if __name__ == "__main__":
     raise SystemExit(run_section(SECTION))

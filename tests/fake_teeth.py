@@ -28,6 +28,13 @@ class CorruptsTheOutput(FakeSession):
             self.out[0, 20] += 1.0
 
 
+class ReturnsItsInput(FakeSession):
+    """With identity experts and weights that sum to 1, sum(w * x) would be just that."""
+
+    def _combine(self) -> None:
+        self.out.copy_(self.inputs.x)
+
+
 class CombinesOnce(FakeSession):
     """From its second call on the combine leaves what is there, where poison does not reach."""
 

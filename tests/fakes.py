@@ -48,6 +48,7 @@ class Fake:
 TEETH = {
     "corrupts_a_received_row": teeth.CorruptsAReceivedRow,
     "corrupts_the_output": teeth.CorruptsTheOutput,
+    "returns_its_input": teeth.ReturnsItsInput,
     "combines_once": teeth.CombinesOnce,
     "shows_the_last_output": teeth.ShowsTheLastOutput,
     "replays_the_last_dispatch": teeth.ReplaysTheLastDispatch,

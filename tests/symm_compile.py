@@ -14,7 +14,7 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bench.backends import symm_kernels
+from bench.backends import symm_combine, symm_kernels
 from bench.backends.symm_launch import MAX_COMBINE_ROWS, MAX_ROWS, scan_tokens, tiling
 from lib.problem import Problem
 
@@ -69,7 +69,7 @@ def main() -> None:
         for weighted in (False, True):
             cut = {"count": back.rows, "groups": back.groups, "tiles": back.tiles, "lag": back.lag}
             name = f"combine {'weighted' if weighted else 'plain'} {tokens}"
-            found[name] = compiled(symm_kernels.symm_combine, {**SHAPE, **cut, "weighted": weighted}, back.warps)
+            found[name] = compiled(symm_combine.symm_combine, {**SHAPE, **cut, "weighted": weighted}, back.warps)
     json.dump(found, sys.stdout)
 
 

@@ -37,7 +37,8 @@ def main(rank: int, rendezvous: str) -> None:
     machine = detect_machine(knobs, os.environ)
     for kind, with_experts in KINDS.items():
         backends = [FakeBackend(FAKES[name], with_experts) for name in ["honest", *TEETH]]
-        section = Section(kind, __name__, lambda knobs, backends=backends: backends)  # type: ignore[misc]
+        listed = lambda knobs, backends=backends: backends  # noqa: E731
+        section = Section(kind, __name__, listed, identity_experts=not with_experts)
         for case in make_plan(section, knobs, machine, sweep=False):
             steady = case.timing == "e2e_pipelined"
             if steady and (case.backend not in PIPELINED or kind == "moe" or case.variant.dispatch_dtype == "fp8"):

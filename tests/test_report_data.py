@@ -178,6 +178,23 @@ def test_a_case_that_a_run_has_twice_is_what_it_was_last_and_no_mean_of_both(tmp
     assert case.now("lat_us_p50") == 500.0
 
 
+def test_only_variants_whose_totals_hold_the_same_work_share_a_panel(tmp_path: Path) -> None:
+    """A cached handle needs no layout, no counts and no ids; low-latency fp8 holds quantisation and staging."""
+    panels = panels_of(
+        tmp_path,
+        row(variant="ht"),
+        row(variant="ht+cached", handle="cached"),
+        row(variant="ll", quant_included=1, staging_included=1),
+        row(variant="ll2", quant_included=0, staging_included=0),
+        row(variant="ll2", tokens=64, status="failed"),
+    )
+    assert panels == {
+        "comm · graph · bf16 · fresh": ["ht", "ll2"],
+        "comm · graph · bf16 · cached handle": ["ht+cached"],
+        "comm · graph · bf16 · fresh + quant + staging": ["ll"],
+    }
+
+
 def test_kernel_options_of_the_repro_line_are_series_of_their_own(tmp_path: Path) -> None:
     plain = row(repro="SECTION=fi_mega MEGA_TIMING=kernel MEGA_ACC=1 ./run.sh")
     tuned = row(repro="SECTION=fi_mega MEGA_TIMING=kernel MEGA_KNOBS='{\"swap_ab\": true}' ./run.sh")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lib.problem import Problem
-from lib.routing import expert_loads, make_routing, zipf_weights
+from lib.routing import expert_loads, make_routing, uneven, zipf_weights
 from lib.routing_spec import RoutingSpec, canonical, check_routing, check_routing_file, parse_routing
 
 PROBLEM = Problem(world=4, nodes=2, tokens=200, num_experts=32, topk=4, hidden=64, inter=32, seed=7, routing="uniform")
@@ -321,3 +321,16 @@ def test_a_large_routing_takes_under_three_seconds(law: str) -> None:
     start = time.perf_counter()
     make_routing(Problem(8, 2, 8192, 256, 8, 7168, 2048, 0, f"{law},mask=0.1"))
     assert time.perf_counter() - start < 3
+
+
+def test_uneven_weights_differ_by_expert_are_exact_and_leave_the_rest() -> None:
+    """With weights that sum to 1, identity experts would make the input a right output."""
+    even = make_routing(routed("uniform,mask=0.2", topk=4))
+    other = uneven(even)
+    chosen = even.topk_idx >= 0
+    ratio = other.topk_weights[chosen] / even.topk_weights[chosen]
+    assert np.array_equal(ratio, np.exp2(even.topk_idx[chosen] % 3 - 1.0).astype(np.float32))
+    assert not other.topk_weights[~chosen].any()
+    assert (other.sha, other.topk_idx is even.topk_idx) == (even.sha, True)
+    sums = other.topk_weights.sum(2)[chosen.any(2)]
+    assert np.mean(np.abs(sums - 1) < 0.03) < 0.2  # nearly every token tells a copy of the input from the sum

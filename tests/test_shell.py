@@ -80,10 +80,22 @@ def test_numbers_keep_their_point_in_every_locale() -> None:
 def test_every_requirement_is_pinned(name: str) -> None:
     lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
     assert lines
-    assert [line for line in lines if not re.match(r"[\w-]+==[\w.]+(; python_version [<>=]+ \"3\.\d+\")?$", line)] == []
+    marker = r"(; (python_version|platform_\w+) [<>=]+ \"[\w.]+\"( and platform_\w+ == \"\w+\")?)?"
+    assert [line for line in lines if not re.fullmatch(rf"[\w-]+==[\w.]+{marker}", line)] == []
 
 
 # --- interpreters -----------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_with_a_line_end_in_its_name_is_refused(ready: Clone) -> None:
+    """Its first line alone would be taken for it, and the rows would go there."""
+    folder = ready.root.parent / "two\nlines"
+    folder.mkdir()
+    result = subprocess.run(
+        [str(ready.root / "run.sh")], env=ready.environment(), cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "line end in its name" in result.stderr
 
 
 def test_a_python_on_path_that_has_everything_is_used_and_nothing_is_installed(ready: Clone) -> None:

@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+MOST_LINES_OF_A_FILE = 400
 MOST_LINES = 50  # from `def` to the last line, docstring included
 
 
@@ -22,3 +23,10 @@ def test_no_function_is_longer_than_a_screen() -> None:
 
 def test_a_longer_function_would_be_found() -> None:
     assert "measure.py:measure_case" in functions_over(20)
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    folders = ("lib", "bench", "tools", "tests")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")] + list(ROOT.rglob("*.sh"))
+    paths = [path for path in paths if ".venv" not in path.parts]
+    assert [path.name for path in paths if len(path.read_text().splitlines()) > MOST_LINES_OF_A_FILE] == []

@@ -53,20 +53,26 @@ def test_a_label_is_shown_where_it_differs(tmp_path: Path) -> None:
 
 
 def test_what_ran_comes_first_and_a_reason_stands_where_figures_would(tmp_path: Path) -> None:
-    long = "needs what this machine has not, " * 9
-    path = a_csv(
-        tmp_path,
-        {"variant": "a", "status": "unsupported", "reason": long},
-        {"variant": "b", "status": "failed", "reason": "rank 1 died in phase time"},
-        OK,
-    )
+    long = "died of what no line can hold, " * 9
+    path = a_csv(tmp_path, {"variant": "b", "status": "failed", "reason": long}, OK)
     lines = summary(path)
-    assert [line.split()[0] for line in lines[2:5]] == ["torch", "b", "a"]
-    assert lines[3].endswith("failed       rank 1 died in phase time")
-    assert lines[4].endswith("…")
-    assert len(lines[4].partition("unsupported  ")[2]) == REASON_CHARACTERS
-    assert lines[5] == f"rows: {path}   1 ok, 1 failed, 1 unsupported"
+    assert [line.split()[0] for line in lines[2:4]] == ["torch", "b"]
+    assert lines[3].endswith("…")
+    assert len(lines[3].partition("failed  ")[2]) == REASON_CHARACTERS
+    assert lines[4] == f"rows: {path}   1 ok, 1 failed"
     assert lines[1].index("p50 us") < 40, "a long reason must not push the figures away"
+
+
+def test_what_did_not_run_is_a_line_a_reason_with_its_variants(tmp_path: Path) -> None:
+    absent = [{"variant": f"v{n}", "status": "missing", "reason": "not installed: V"} for n in range(5)]
+    other = {"variant": "w", "status": "unsupported", "reason": "needs an NVIDIA GPU"}
+    lines = summary(a_csv(tmp_path, *absent, other, OK))
+    assert lines[3:5] == [
+        "missing  v0, v1, v2 and 2 more: not installed: V",
+        "unsupported  w: needs an NVIDIA GPU",
+    ]
+    (tmp_path / "none").mkdir()
+    assert len(summary(a_csv(tmp_path / "none", other))) == 3, "no table where nothing ran"
 
 
 def test_a_torn_line_is_mentioned_and_an_empty_file_too(tmp_path: Path) -> None:
@@ -100,3 +106,12 @@ def test_what_an_ok_row_has_to_say_stands_under_the_table_and_its_figures_stay(t
     lines = summary(path)
     assert [line.split()[2] for line in lines[2:5]] == ["1234.6"] * 3
     assert lines[5:7] == [f"  torch: {remark}", "  y: other"]
+
+
+def test_a_torn_peaks_file_and_an_edited_status_leave_the_table_whole(tmp_path: Path) -> None:
+    path = a_csv(tmp_path, OK, OK | {"variant": "edited"})
+    path.write_text(path.read_text().replace(",edited,", ",edited,", 1).replace(",ok,,2,", ",Failed,,2,", 1))
+    (tmp_path / f"peaks_{STAMP}.json").write_text('{"wire_gbps": 39')
+    lines = summary(path)
+    assert any(line.startswith("edited") for line in lines)
+    assert "peaks" not in lines[0]

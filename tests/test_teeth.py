@@ -23,6 +23,7 @@ BEFORE, AFTER = "before timing: ", "after timing: "
 MESSAGES = {
     "corrupts_a_received_row": BEFORE + "rank 1: token 5 of rank 1 has at value 127 ",
     "corrupts_the_output": BEFORE + "rank 1: ",
+    "returns_its_input": BEFORE,
     "combines_once": BEFORE,
     "shows_the_last_output": BEFORE + "rank 1: ",
     "replays_the_last_dispatch": BEFORE,

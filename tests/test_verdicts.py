@@ -271,3 +271,21 @@ def test_a_night_of_two_commits_or_versions_is_inconclusive(column: str) -> None
     slow = night(TONIGHT, quiet(200, seed=77))
     slow[3][column] = "gother"
     assert only(baseline(), slow)["verdict"] == "REGRESSED"  # red stays red
+
+
+def test_many_rows_without_a_new_one_are_one_line_and_hide_nothing() -> None:
+    old = [made | {"tokens": str(tokens)} for tokens in range(1, 50) for made in baseline()]
+    new = [made | {"tokens": "1"} for made in night(TONIGHT, quiet(200, seed=7))]
+    found, _ = judge_all(old, new)
+    lines = document_lines(verdicts.document("n", old, new, found, "b", []))
+    assert lines[0].startswith("LOST          48 rows of the baseline have no new row, the first: ")
+    assert lines[1].startswith("REGRESSED")
+
+
+def test_a_green_night_says_what_its_rows_could_lose_unseen() -> None:
+    old = [made for n in range(1, 6) for made in night(n, quiet(noise=0.1, seed=n))]
+    new = night(TONIGHT, quiet(seed=77))
+    found, _ = judge_all(old, new)
+    line = verdicts.document("n", old, new, found, "b", [])["line"]
+    assert line.startswith("green n ")
+    assert "1 row could lose 20 % unseen: comm deepep_ll bf16 graph T=8 up to " in line

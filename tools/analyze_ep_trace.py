@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a command of 
 
 from lib.talk import say
 from lib.trace import MAX_BYTES, Ints, Trace, TraceError, TraceTooLarge, read_trace
+from tools.ready_python import how_to_get
 from tools.trace_analysis import Analysis, Windows, analyze, find_iterations
 from tools.trace_lanes import spans_of
 from tools.trace_names import is_anchor
@@ -75,7 +76,7 @@ def _drawing() -> Drawing:
         from tools.trace_plot import draw
     except ImportError as error:
         needs = f"{error.name or 'matplotlib'} is needed to draw"
-        raise ValueError(f"{needs}: pip install matplotlib, or use --no-picture") from error
+        raise ValueError(f"{needs}: {how_to_get('matplotlib')}, or use --no-picture") from error
     return draw
 
 

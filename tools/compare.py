@@ -5,6 +5,8 @@
 
 Each of the two is a CSV of rows, of a night (night_*.csv) or of a baseline, or a folder of them. What differs beside
 the figures is told too: versions, transport, code. Nothing can be run again here: a slower row is judged by p <= 0.002.
+NEW needs 4 starts at least (four ./run_sweep.sh within hours of each other) and BASELINE 5 nights of 4. For two single
+runs there is `python -m tools.report NEW --baseline BASELINE`: medians side by side, and no verdict.
 Exit code: 0 no row is worse and at least one could be judged; 2 usage, also a metric that has no direction and a --json
 that can't be written; 3 worse, or not comparable, or no baseline.
 """

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 
 from lib.rows import COLUMNS
 from lib.talk import say, show
+from tools.ready_python import how_to_get
 from tools.report_data import UsageError, read_results
 from tools.report_e2e import find_e2e
 from tools.report_markdown import markdown
@@ -107,16 +108,14 @@ def _run(options: argparse.Namespace) -> int:
     baseline = read_results([options.baseline], options.only) if options.baseline else None
     if baseline is not None and gate is not None:
         results.notices.append(f"--baseline {options.baseline} was not used: {gate.file} has the verdicts")
-    told = Options(datetime.now(timezone.utc), options.stale_hours, options.title, str(options.out))
+    lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    page = "" if lacking else str(options.out)
+    told = Options(datetime.now(timezone.utc), options.stale_hours, options.title, page)
     report = Report(results, told, gate, baseline, find_e2e(options.results, results.notices))
     if options.markdown:
         _write(options.markdown, markdown(report))
-    lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if lacking:
-        raise UsageError(
-            f"no page: {sys.executable} lacks {' and '.join(lacking)}; "
-            f"get it by: {sys.executable} -m pip install {' '.join(lacking)}"
-        )
+        raise UsageError(f"no page: {sys.executable} lacks {' and '.join(lacking)}; {how_to_get(*lacking)}")
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # a home that can't be written is no news here
     from tools.report_page import render
 

@@ -19,6 +19,8 @@ PANEL_COLUMNS = tuple(
     section timing world nodes num_experts topk hidden inter routing seed warmup iters iters_per_graph l2 device
     """.split()
 )
+WORK = "work"
+INSIDE = (("quant", "quant_included"), ("staging", "staging_included"))
 ASKED_FORMATS = "comm"  # there the user asks for a format; elsewhere it belongs to the variant, and variants compete
 RED = ("wrong", "failed", "timeout")
 LATENCY = "lat_us_p50"
@@ -97,6 +99,19 @@ def _panel_names(section: str) -> tuple[str, ...]:
     return (*PANEL_COLUMNS, *FORMAT_COLUMNS) if section == ASKED_FORMATS else PANEL_COLUMNS
 
 
+def work(rows: Sequence[Row]) -> str:
+    """What a figure of section comm contains beyond moving rows: only variants that do the same compete.
+
+    A cached handle needs no layout, no counts and no ids; some totals hold the input's quantisation or the staging.
+    """
+    row = next((row for row in reversed(rows) if row["status"] == "ok"), rows[-1])
+    if row["section"] != ASKED_FORMATS:
+        return ""
+    handle = "cached handle" if row["handle"] == "cached" else "fresh"
+    inside = [name for name, column in INSIDE if row[column] == "1"]
+    return " + ".join([handle, *inside])
+
+
 def find_cases(rows: Iterable[Row]) -> dict[Key, Case]:
     """Rows are in the order of their runs. A case that a run has twice (RESUME after a change) is what it was last."""
     cases: dict[Key, Case] = {}
@@ -116,8 +131,8 @@ def find_panels(cases: Iterable[Case]) -> list[Panel]:
     for case in cases:
         row = case.rows[0]
         names = _panel_names(row["section"])
-        key = tuple(setting(row, name) for name in names)
-        heads[key] = dict(zip(names, key, strict=True))
+        key = (*(setting(row, name) for name in names), work(case.rows))
+        heads[key] = dict(zip((*names, WORK), key, strict=True))
         rest = [name for name in FORMAT_COLUMNS if name not in names]
         groups[key][tuple(row[name] for name in (*SERIES_COLUMNS, *rest))].append(case)
     labels = _panel_labels(heads)
@@ -140,7 +155,11 @@ def _panel_labels(heads: Mapping[Key, Mapping[str, str]]) -> dict[Key, str]:
     for label, keys in alike.items():
         differing = differing_columns([heads[key] for key in keys])
         for key in keys:
-            told = [f"{name} {value or 'none'}" for name, value in heads[key].items() if name in differing]
+            told = [
+                value if name == WORK else f"{name} {value or 'none'}"
+                for name, value in heads[key].items()
+                if name in differing
+            ]
             labels[key] = " · ".join([label, *told])
     return labels
 

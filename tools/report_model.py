@@ -8,13 +8,11 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import cached_property
 
-from lib.rows import STATUSES
+from lib.rows import NOT_RUN, STATUSES
 from tools.report_cases import RED, Case, Key, Panel, find_cases, find_panels, marks
 from tools.report_data import Results, Row, stamp_time
 from tools.report_e2e import EndToEnd
 from tools.report_verdicts import Compared, Gate, compare
-
-NOT_RUN = ("skipped", "missing", "unsupported")
 
 
 @dataclass(frozen=True)

@@ -131,17 +131,18 @@ class HighThroughputSession(DeepEPSession):
             self.payload = (quantized.values, quantized.scales)
 
     def _dispatch(self) -> None:
-        self.mark_arrival()
         if not self.cached:
             self._dispatch_fresh()
             return
         config = self.engine.dispatch_config
+        self.mark_arrival()
         received = self.buffer.dispatch(self.payload, handle=self.cached_handle, config=config)
         self._keep(received[0])
 
     def _dispatch_fresh(self) -> None:
         ids, weights = self.inputs.topk_idx, self.inputs.topk_weights
         per_rank, _, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(ids, self.problem.num_experts)
+        self.mark_arrival()  # the layout is this rank's own kernel; it waits for nobody
         received, self.recv_ids, self.recv_weights, _, self.handle, _ = self.buffer.dispatch(
             self.payload,
             num_tokens_per_rank=per_rank,
@@ -242,10 +243,12 @@ class LowLatencySession(DeepEPSession):
         assert self.staged is not None
         self.dequantizer(self.rows, self.scales, self.counts, self.staged)
 
+    def weighed_rows(self) -> torch.Tensor | None:
+        return self.staged if self.dispatch_format == "fp8" else self.rows
+
     def _combine(self) -> None:
-        source = self.staged if self.dispatch_format == "fp8" else self.rows
         ids, weights = self.inputs.topk_idx, self.inputs.topk_weights
-        self.buffer.low_latency_combine(source, ids, weights, self.handle, out=self.out)
+        self.buffer.low_latency_combine(self.weighed_rows(), ids, weights, self.handle, out=self.out)
 
     def versions(self) -> dict[str, str]:
         found = super().versions()

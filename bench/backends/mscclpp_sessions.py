@@ -131,9 +131,12 @@ class ExpertMajorSession(MscclppSession):
         place = self.kept[:, used].unflatten(-1, (-1, SCALE_BLOCK))
         torch.mul(blocks, scales[:, used].unsqueeze(-1), out=place)
 
+    def weighed_rows(self) -> torch.Tensor | None:
+        rows: torch.Tensor | None = self.kept if self.dispatch_format == "fp8" else self.result.tokens
+        return rows
+
     def _combine(self) -> None:
-        source = self.kept if self.dispatch_format == "fp8" else self.result.tokens
-        self.moe.combine(source, self.handle, out=self.out)
+        self.moe.combine(self.weighed_rows(), self.handle, out=self.out)
 
     def received(self) -> Received:
         """Of the handle: source token of each slot [L, slots], and [L, R] first slot << 32 | count of a source rank."""

@@ -159,6 +159,9 @@ class ExpertSlots(NcclEpSession):
         used = slice(0, self.used_slots)
         weighted(self.rows[:, used], None, self.scales[:, used], self.staged[:, used])
 
+    def weighed_rows(self) -> torch.Tensor | None:
+        return self.staged if self.fp8 else self.rows
+
     def received(self) -> Received:
         import torch
 

@@ -54,9 +54,9 @@ class Launcher:
     """The three launches of one session, on the current stream."""
 
     def __init__(self, session: SymmSession) -> None:
-        from bench.backends import symm_kernels
+        from bench.backends import symm_combine, symm_kernels
 
-        self.code, self.session = symm_kernels, session
+        self.code, self.combine_code, self.session = symm_kernels, symm_combine, session
         self.programs, self.capacity = session.engine.programs, session.engine.capacity
         problem, self.rank = session.problem, session.group.rank
         self.world, self.tokens = problem.world, len(session.inputs.x)
@@ -91,7 +91,7 @@ class Launcher:
 
     def combine(self) -> None:
         own, arena, cut = self.session, self.session.arena, self.back
-        self.code.symm_combine[(self.programs,)](
+        self.combine_code.symm_combine[(self.programs,)](
             own.staged, own.index, arena.views["weights"], own.out, self.tokens,
             own.slots, own.arrivals, arena.table, own.engine.state, self.rank, self.capacity,
             most_flags(self.capacity, own.problem.hidden),

@@ -40,12 +40,12 @@ def rank_lanes(world: int) -> int:
 
 def most_flags(capacity: int, hidden: int) -> int:
     """Chunks x column blocks of one rank's returned rows, for the smallest chunk."""
-    blocks = hidden // SCALE_BLOCK
+    blocks = max(hidden // SCALE_BLOCK, 1)  # a smaller hidden is refused, after its memory was planned
     return max(capacity, 1) * -(-blocks // min(COLUMN_BLOCK, blocks))
 
 
 def fields(problem: Problem, capacity: int, fp8: bool, programs: int) -> list[Field]:
-    """In the order of the kernels' table (symm_kernels.py, ROWS to ARRIVED)."""
+    """In the order of the kernels' table (symm_device.py, ROWS to ARRIVED)."""
     world, hidden, topk = problem.world, problem.hidden, problem.topk
     received = world * capacity
     wire = "float8_e4m3fn" if fp8 else "bfloat16"

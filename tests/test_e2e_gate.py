@@ -232,7 +232,7 @@ def test_a_run_that_was_killed_goes_on_and_asks_only_what_is_missing(tmp_path: P
         asked = sum(reference.asked.values())
         assert e2e_gate.main([*words, "--out-dir", str(tmp_path), "--resume", "last"]) == 0
         assert sum(reference.asked.values()) == asked
-        assert sum(candidate.asked.values()) == 30 - len(there)
+        assert len(candidate.asked) == 30 - len(there)
 
 
 @pytest.mark.parametrize("torn", [b'{"n": 1, "pro', b"\0\0\0"])
@@ -252,7 +252,7 @@ def test_a_run_killed_at_once_keeps_what_was_answered(tmp_path: Path, questions:
         candidate.asked.clear()
         assert e2e_gate.main([*words, "--resume", "last"]) == 0
         assert there >= 8
-        assert sum(candidate.asked.values()) == 20 - there
+        assert len(candidate.asked) == 20 - there  # a request of the killed run may come late: it is one of these
 
 
 def test_answers_of_other_prompts_or_another_model_are_not_mixed(

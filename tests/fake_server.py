@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 import time
 from collections import Counter
@@ -18,6 +19,7 @@ Trouble = Callable[["Handler", int], bool]  # (handler, times that this prompt w
 
 class Handler(BaseHTTPRequestHandler):
     server: FakeServer
+    prompt = ""
 
     def log_message(self, *words: object) -> None:
         """Quiet."""
@@ -34,6 +36,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send(code, json.dumps(told).encode(), **headers)
 
     def do_GET(self) -> None:
+        if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
+            self.send_json({"error": "no key"}, 401)
+            return
         self.send_json({"data": [{"id": self.server.model}]})
 
     def do_POST(self) -> None:
@@ -44,6 +49,7 @@ class Handler(BaseHTTPRequestHandler):
             before = self.server.asked[prompt]
             self.server.asked[prompt] += 1
             self.server.bodies.append(body)
+        self.prompt = prompt
         if self.server.trouble(self, before):
             return
         self.answer(self.server.answer(prompt), chat)
@@ -69,6 +75,12 @@ class FakeServer(ThreadingHTTPServer):
         self.asked: Counter[str] = Counter()
         self.bodies: list[dict[str, Any]] = []
         self.lock = threading.Lock()
+        self.key = ""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that left is part of the tests; its traceback would land in the next test's stderr."""
+        if not isinstance(sys.exc_info()[1], OSError | ValueError):
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:
@@ -89,10 +101,16 @@ def well(handler: Handler, before: int) -> bool:
 
 @contextmanager
 def serving(
-    model: str = "tiny", wrong: int = 0, every: int = 100, trouble: Trouble = well, tells_tokens: bool = True
+    model: str = "tiny",
+    wrong: int = 0,
+    every: int = 100,
+    trouble: Trouble = well,
+    tells_tokens: bool = True,
+    key: str = "",
 ) -> Iterator[FakeServer]:
     """`wrong` of each `every` answers are off by one."""
     server = FakeServer(model, wrong, every, trouble, tells_tokens)
+    server.key = key
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
@@ -108,6 +126,12 @@ def serving(
 def busy_at_first(handler: Handler, before: int) -> bool:
     if before == 0:
         handler.send_json({"error": "slow down"}, 429, Retry_After="0.05")
+    return before == 0
+
+
+def busy_until_a_date(handler: Handler, before: int) -> bool:
+    if before == 0:
+        handler.send_json({"error": "slow down"}, 503, Retry_After="Wed, 21 Oct 2015 07:28:00 GMT")
     return before == 0
 
 
@@ -152,6 +176,6 @@ def cuts_off(handler: Handler, before: int) -> bool:
 
 def one_lasting(handler: Handler, before: int) -> bool:
     """A request that takes long, while the others are quick."""
-    if " 3 and " in json.dumps(handler.server.bodies[-1]):
+    if " 3 and " in handler.prompt:
         time.sleep(20)
     return False

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
+import urllib.error
+from datetime import datetime, timedelta, timezone
+from email.message import Message
+from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from e2e_helpers import both, gate, question_file, verdict
 from fake_server import (
     always_broken,
     busy_at_first,
+    busy_until_a_date,
     cuts_off,
     drops_at_first,
     forbidden,
@@ -24,12 +29,9 @@ from fake_server import (
     slow_at_first,
 )
 
-from tests.e2e_helpers import both, gate, question_file, verdict
 from tests.harness import wait_until
-from tools import e2e_client, e2e_gate
-from tools.e2e_agreement import agreement, told
-from tools.e2e_score import Paired, chance, cleaned, flexible, interval, paired, strict, wilson
-from tools.report_e2e import find_e2e
+from tools import e2e_client, e2e_gate, e2e_plan
+from tools.e2e_agreement import agreements, told
 
 ROOT = Path(__file__).resolve().parent.parent
 COUNT = 40
@@ -122,7 +124,7 @@ def test_examples_stand_before_the_question_and_chat_uses_the_servers_template(t
 # --- bad servers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trouble", [busy_at_first, drops_at_first, no_json_at_first, slow_at_first])
+@pytest.mark.parametrize("trouble", [busy_at_first, busy_until_a_date, drops_at_first, no_json_at_first, slow_at_first])
 def test_a_server_that_fails_once_is_asked_again(tmp_path: Path, questions: Path, trouble: Any) -> None:
     with serving() as reference, serving(trouble=trouble) as candidate:
         assert gate(tmp_path, "--questions", questions, "--count", 6, *both(reference, candidate)) == 0
@@ -161,9 +163,43 @@ def test_nobody_at_the_address_is_one_sentence(
 ) -> None:
     with serving() as server:
         url = server.url
-    assert gate(tmp_path, "--questions", questions, "--reference", url, "--candidate", url) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"e2e_gate: {url}: is not reachable (")
+    for model in ((), ("--reference-model", "m")):
+        assert gate(tmp_path, "--questions", questions, "--reference", url, "--candidate", url, *model) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"e2e_gate: {url}: is not reachable (")
+
+
+def test_a_server_that_wants_a_key_is_not_called_unreachable(
+    tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GATE_KEY", "open sesame")
+    with serving(key="open sesame") as server:
+        words = ("--questions", questions, "--count", 2, *both(server, server))
+        assert gate(tmp_path, *words) == 2
+        assert "/models: HTTP 401: " in (said := capsys.readouterr().err)
+        assert "name its key by --key-variable" in said
+        assert gate(tmp_path, *words, "--key-variable", "GATE_KEY") == 0
+
+
+def test_a_busy_server_is_given_the_time_it_asks_for() -> None:
+    def pause(told: str) -> float:
+        headers = Message()
+        headers["Retry-After"] = told
+        return e2e_client._retry_after(urllib.error.HTTPError("", 429, "", headers, None))
+
+    assert [pause(told) for told in ("45", "0.5", "-3", "soon", "nan")] == [45, 0.5, 0, 0, 0]
+    assert pause("99999") == e2e_client.LONGEST_ASKED_S
+    assert 50 < pause(format_datetime(datetime.now(timezone.utc) + timedelta(minutes=1), usegmt=True)) <= 60
+
+
+def test_a_reasoning_model_cut_off_before_it_said_anything_has_an_empty_answer() -> None:
+    assert e2e_client._answer(choice(None, "length"), "chat") == ("", None, "length")
+    with pytest.raises(TypeError, match="its text is no text"):
+        e2e_client._answer(choice(None, "stop"), "chat")
+
+
+def choice(content: str | None, finish: str) -> dict[str, Any]:
+    return {"choices": [{"message": {"content": content}, "finish_reason": finish}]}
 
 
 # --- going on ---------------------------------------------------------------------------------------------------------
@@ -196,7 +232,27 @@ def test_a_run_that_was_killed_goes_on_and_asks_only_what_is_missing(tmp_path: P
         asked = sum(reference.asked.values())
         assert e2e_gate.main([*words, "--out-dir", str(tmp_path), "--resume", "last"]) == 0
         assert sum(reference.asked.values()) == asked
-        assert sum(candidate.asked.values()) == 30 - len(there)
+        assert len(candidate.asked) == 30 - len(there)
+
+
+@pytest.mark.parametrize("torn", [b'{"n": 1, "pro', b"\0\0\0"])
+def test_a_run_killed_at_once_keeps_what_was_answered(tmp_path: Path, questions: Path, torn: bytes) -> None:
+    with serving() as reference, serving(trouble=one_lasting) as candidate:
+        words = ["gsm8k", "--questions", str(questions), "--count", "20", *both(reference, candidate)]
+        words += ["--concurrency", "2", "--out-dir", str(tmp_path)]
+        command = [sys.executable, "-m", "tools.e2e_gate", *words]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_until(lambda: sum(candidate.asked.values()) > 10, "ten questions")
+        process.kill()
+        process.wait(timeout=10)
+        (answers,) = tmp_path.glob("e2e_*/candidate.jsonl")
+        there = len(answers.read_text().splitlines())
+        answers.write_bytes(answers.read_bytes() + torn)
+        candidate.trouble = lambda handler, before: False
+        candidate.asked.clear()
+        assert e2e_gate.main([*words, "--resume", "last"]) == 0
+        assert there >= 8
+        assert len(candidate.asked) == 20 - there  # a request of the killed run may come late: it is one of these
 
 
 def test_answers_of_other_prompts_or_another_model_are_not_mixed(
@@ -205,10 +261,41 @@ def test_answers_of_other_prompts_or_another_model_are_not_mixed(
     with serving() as server:
         words = ("--questions", questions, *both(server, server))
         assert gate(tmp_path, *words, "--count", 3) == 0
-        assert gate(tmp_path, *words, "--count", 3, "--max-tokens", 9, "--resume", "last") == 2
-        assert "was asked with another prompt" in capsys.readouterr().err
-        assert gate(tmp_path, *words, "--count", 4, "--resume", "last", "--candidate-model", "x") == 2
+        (stored,) = tmp_path.glob("e2e_*/reference.jsonl")
+        for changed in (["--max-tokens", "9"], ["--api", "chat"]):
+            again = ("--questions", questions, "--count", 3, "--reference", stored, "--candidate", server.url)
+            assert gate(tmp_path / "other", *again, *changed) == 2
+            assert "was asked with another prompt" in capsys.readouterr().err
+        server.model = "x"  # the server was started anew with another model
+        assert gate(tmp_path, *words, "--count", 4, "--resume", "last") == 2
         assert "holds answers of tiny, not of x" in capsys.readouterr().err
+
+
+def test_going_on_with_another_server_or_other_words_is_refused_before_anything_is_asked(
+    tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving() as good, serving(wrong=1, every=2) as bad:
+        words = ("--questions", questions, "--count", 4)
+        assert gate(tmp_path, *words, *both(good, good)) == 0
+        asked = sum(good.asked.values())
+        assert gate(tmp_path, *words, *both(good, bad), "--resume", "last") == 2
+        assert f"--candidate {bad.url}: the run " in capsys.readouterr().err
+        for changed in (["--api", "chat"], ["--max-tokens", "9"], ["--candidate-name", "other"]):
+            assert gate(tmp_path, *words, *both(good, good), *changed, "--resume", "last") == 2
+            assert f"{changed[0]} {changed[1]}: the run " in capsys.readouterr().err
+        assert gate(tmp_path, "--count", 6, *words[:2], *both(good, good), "--resume", "last") == 0  # more may be asked
+        assert (sum(good.asked.values()) - asked, sum(bad.asked.values())) == (4, 0)
+
+
+def test_two_runs_of_one_second_do_not_share_answers(
+    tmp_path: Path, questions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stamps = iter(["20261201T000000Z"] * 3 + ["20261201T000001Z"])
+    monkeypatch.setattr(e2e_plan, "stamp_now", lambda: next(stamps))
+    with serving() as good, serving(wrong=1, every=2) as bad:
+        words = ("--questions", questions, "--count", 4)
+        assert gate(tmp_path, *words, *both(good, good)) == 0
+        assert gate(tmp_path, *words, *both(good, bad)) == 3
 
 
 @pytest.mark.parametrize(
@@ -273,71 +360,14 @@ def test_without_tokens_characters_are_compared_and_that_is_said(tmp_path: Path)
     assert verdict(tmp_path)["notices"] == ["a server does not tell its tokens, so characters were compared"]
 
 
+def test_an_empty_answer_leaves_the_others_compared_by_token() -> None:
+    (found,) = agreements([(("", []), ("a b", ["a ", "b"]))])
+    assert (found.unit, found.same, found.longest) == ("token", 0, 2)
+    mixed = agreements([(("a", ["a"]), ("a", ["a"])), (("bc", None), ("bd", ["bd"]))])
+    assert {each.unit for each in mixed} == {"character"}  # one unit, so that the share has a meaning
+
+
 def test_an_answer_that_goes_on_agrees_up_to_the_others_end() -> None:
-    found = [agreement(("ab", ["a", "b"]), ("abc", ["a", "b", "c"])), agreement(("", None), ("", None))]
+    found = agreements([(("ab", ["a", "b"]), ("abc", ["a", "b", "c"])), (("", None), ("", None))])
     assert [(each.same, each.longest, each.whole) for each in found] == [(2, 3, False), (0, 0, True)]
-    assert told(found)["median_parted"] == 2
-
-
-# --- arithmetic -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "by_strict", "by_flexible"),
-    [
-        ("so it is 12.\n#### 1,234", "1234", "1234"),
-        ("#### -5.50\nQuestion: 9?", "-5.5", "9"),
-        ("it costs $1,200.00 in all.", "", "1200"),
-        ("#### 70.", "70", "70"),
-        ("none", "", ""),
-    ],
-)
-def test_numbers_are_taken_strictly_and_flexibly(text: str, by_strict: str, by_flexible: str) -> None:
-    assert (strict(text), flexible(text)) == (by_strict, by_flexible)
-
-
-def test_the_interval_is_newcombes_tenth_and_the_chance_mcnemars() -> None:
-    """His example: 36 both, 12 and 2 discordant, none neither: 0.0569 to 0.3404."""
-    low, high = interval(Paired(both=36, reference_only=2, candidate_only=12, neither=0))
-    assert (low, high) == (pytest.approx(0.0569, abs=5e-5), pytest.approx(0.3404, abs=5e-5))
-    assert wilson(0.0, 10)[0] == pytest.approx(0)
-    assert chance(Paired(90, 8, 2, 100)) == pytest.approx(112 / 1024)
-    assert chance(Paired(1, 0, 0, 1)) == 1
-    assert interval(Paired(5, 0, 0, 0))[0] < 0 < interval(Paired(5, 0, 0, 0))[1]
-    assert cleaned("0.50") == "0.5"
-    with pytest.raises(ValueError, match="no question"):
-        paired([], [])
-
-
-# --- in the report ----------------------------------------------------------------------------------------------------
-
-
-def test_the_report_shows_the_newest_verdict_of_a_pair_and_a_failed_one_is_red(tmp_path: Path, questions: Path) -> None:
-    from datetime import datetime, timezone
-
-    from tools.report_data import read_results
-    from tools.report_markdown import markdown
-    from tools.report_model import Options, Report
-    from tools.report_page import render
-
-    with serving() as reference, serving(wrong=1, every=4) as candidate:
-        assert gate(tmp_path, "--questions", questions, "--count", 40, *both(reference, candidate)) == 3
-    (path,) = tmp_path.glob("e2e_*.json")
-    old = json.loads(path.read_text()) | {"stamp": "20200101T000000Z", "line": "PASS: long ago", "red": False}
-    (tmp_path / "e2e_20200101T000000Z.json").write_text(json.dumps(old))
-    (tmp_path / "e2e_20990101T000000Z.json").write_text("{")
-    results = read_results([tmp_path])
-    (found,) = find_e2e([tmp_path], results.notices)
-    assert found.red
-    assert any("e2e_20990101T000000Z.json is no verdict" in notice for notice in results.notices)
-    report = Report(results, Options(datetime.now(timezone.utc), 0, "t", ""), None, None, [found])
-    assert (report.level, report.headline) == ("red", "1 end-to-end gate not passed")
-    assert "FAIL: 0.750 right" in markdown(report)
-    assert "FAIL: 0.750 right" in render(report)
-
-
-def test_it_runs_as_a_file_from_any_folder(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "e2e_gate.py"), "--help"]
-    answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
-    assert answer.returncode == 0
-    assert "agreement needs no labels" in answer.stdout
+    assert told(found)["parted_quartiles"] == [2, 2, 2]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import quantiles
+from typing import Any
 
 PROMPTS = (
     "The capital of France is",
@@ -34,20 +35,28 @@ class Agreement:
         return self.same == self.longest
 
 
-def agreement(reference: tuple[str, Sequence[str] | None], candidate: tuple[str, Sequence[str] | None]) -> Agreement:
-    """Each answer is (text, tokens or None)."""
+Given = tuple[str, Sequence[str] | None]  # an answer: its text, its tokens or None
+
+
+def agreements(pairs: Sequence[tuple[Given, Given]]) -> list[Agreement]:
+    """Of (reference, candidate): all by token, or all by character if any answer that is not empty has no tokens."""
+    by_token = all(tokens or not text for pair in pairs for text, tokens in pair)
+    return [agreement(*pair, by_token) for pair in pairs]
+
+
+def agreement(reference: Given, candidate: Given, by_token: bool) -> Agreement:
     (text1, tokens1), (text2, tokens2) = reference, candidate
-    by_token = bool(tokens1) and bool(tokens2)
-    first: Sequence[str] = tokens1 if by_token and tokens1 else text1
-    second: Sequence[str] = tokens2 if by_token and tokens2 else text2
+    first: Sequence[str] = (tokens1 or ()) if by_token else text1
+    second: Sequence[str] = (tokens2 or ()) if by_token else text2
     same = next((place for place, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), None)
     common = min(len(first), len(second)) if same is None else same
     return Agreement(common, max(len(first), len(second)), "token" if by_token else "character")
 
 
-def told(found: Sequence[Agreement]) -> dict[str, object]:
-    """Shares of tokens and of whole answers that agree, and where the others part (0 = at once)."""
+def told(found: Sequence[Agreement]) -> dict[str, Any]:
+    """Shares of tokens and of whole answers that agree; where the others part (0 = at once): first and quartiles."""
     parted = [each.same for each in found if not each.whole]
+    quarters = quantiles(parted, n=4, method="inclusive") if len(parted) > 1 else parted * 3
     longest = sum(each.longest for each in found)
     return {
         "prompts": len(found),
@@ -55,6 +64,6 @@ def told(found: Sequence[Agreement]) -> dict[str, object]:
         "whole": sum(each.whole for each in found) / len(found),
         "parted": len(parted),
         "first_parted": min(parted) if parted else None,
-        "median_parted": median(parted) if parted else None,
-        "unit": " and ".join(sorted({each.unit for each in found})),
+        "parted_quartiles": quarters or None,
+        "unit": found[0].unit,
     }

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,6 +17,7 @@ from lib.progress import Bar, Lines
 from tools.e2e_client import CUT_OFF, Answer, Endpoint, ask_all
 
 LINE_EVERY = 50  # answers
+SYNC_EVERY_S = 1.0  # what a machine that dies can lose, beside what is under way
 
 Record = dict[str, Any]
 FIELDS = ("n", "prompt", "model", *(field.name for field in fields(Answer)))
@@ -33,10 +36,11 @@ class Task:
     stop: tuple[str, ...] = ()
     wanted: tuple[str, ...] = ()
     titles: tuple[str, ...] = ()
+    api: str = "completions"
 
     def digest(self, number: int) -> str:
         """Of all that decides a greedy answer beside the model: so answers to other prompts are not taken for these."""
-        text = json.dumps([self.prompts[number], self.max_tokens, self.stop])
+        text = json.dumps([self.prompts[number], self.max_tokens, self.stop, self.api])
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -89,6 +93,7 @@ def collect(
         raise AnswersError(f"{path}: holds answers of {others.pop()}, not of {endpoint.model}; begin a run of its own")
     missing = [(number, prompt) for number, prompt in enumerate(task.prompts) if number not in found]
     heal(path)
+    synced = time.monotonic()
     with (
         path.open("a", buffering=1) as file,
         contextlib.closing(
@@ -98,11 +103,15 @@ def collect(
         for number, answer in answers:
             record = {"n": number, "prompt": task.digest(number), "model": endpoint.model, **answer.record()}
             file.write(json.dumps(record) + "\n")
+            if time.monotonic() - synced >= SYNC_EVERY_S:
+                os.fsync(file.fileno())
+                synced = time.monotonic()
             found[number] = record
             if answer.error or isinstance(bar, Bar) or len(found) % LINE_EVERY == 0 or len(found) == len(task.prompts):
                 bar.case(f"question {number}", answer_words(answer))
             else:
                 bar.count += 1  # in a log a line each would bury the verdict
+        os.fsync(file.fileno())
     return found
 
 

@@ -13,10 +13,14 @@ import urllib.request
 from collections.abc import Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+LONGEST_ASKED_S = 600.0  # of a Retry-After: who asks for more is asked again after this
+DENIED = (401, 403)
 POLL_S = 0.2  # how soon an interrupt is seen
 BODY_SHOWN = 160  # characters of an answer that is none
 CUT_OFF = "length"  # finish_reason of an answer that max_tokens ended
@@ -64,16 +68,25 @@ def request(endpoint: Endpoint, path: str, body: dict[str, Any] | None = None) -
         return json.loads(answer.read())
 
 
-def first_model(endpoint: Endpoint) -> str:
-    """The model that the server names first. Raises EndpointError."""
+def model_served(endpoint: Endpoint) -> str:
+    """The endpoint's model, or what the server names first. Raises EndpointError, also where nobody listens."""
     try:
-        return str(request(endpoint, "models")["data"][0]["id"])
+        told = request(endpoint, "models")
+        return endpoint.model or str(told["data"][0]["id"])
+    except urllib.error.HTTPError as error:
+        if endpoint.model and error.code not in DENIED:
+            return endpoint.model  # somebody is there, and need not list models
+        remedy = "name its key by --key-variable" if error.code in DENIED else "does the address end in /v1?"
+        raise EndpointError(f"{endpoint.url}/models: HTTP {error.code}: {_body(error)}; {remedy}") from error
     except (OSError, http.client.HTTPException) as error:
         raise EndpointError(
             f"{endpoint.url}: is not reachable ({_words(error)}); is the server up, and does it end in /v1?"
         ) from error
     except (ValueError, LookupError, TypeError) as error:
-        raise EndpointError(f"{endpoint.url}/models: names no model; give it by --model") from error
+        if endpoint.model:
+            return endpoint.model
+        remedy = "give it by --reference-model or --candidate-model"
+        raise EndpointError(f"{endpoint.url}/models: names no model; {remedy}") from error
 
 
 def ask(endpoint: Endpoint, prompt: str, max_tokens: int, stop: list[str], stopped: threading.Event) -> Answer:
@@ -89,6 +102,7 @@ def ask(endpoint: Endpoint, prompt: str, max_tokens: int, stop: list[str], stopp
         body |= {"prompt": prompt, "logprobs": 1}
     start, pause, error = time.monotonic(), FIRST_PAUSE_S, "it was not asked"
     for number in range(1, endpoint.tries + 1):
+        asked_for = 0.0
         try:
             answer = _answer(request(endpoint, path, body), endpoint.api)
             return Answer(*answer, tries=number, seconds=round(time.monotonic() - start, 3))
@@ -96,12 +110,12 @@ def ask(endpoint: Endpoint, prompt: str, max_tokens: int, stop: list[str], stopp
             error = f"HTTP {refused.code}: {_body(refused)}"
             if refused.code not in RETRIED:
                 break
-            pause = max(pause, _retry_after(refused))
+            asked_for = _retry_after(refused)
         except (OSError, http.client.HTTPException) as lost:
             error = _words(lost)
         except (ValueError, LookupError, TypeError) as wrong:
             error = f"no answer in its JSON ({_words(wrong)})"
-        if number < endpoint.tries and stopped.wait(min(pause, LONGEST_PAUSE_S)):
+        if number < endpoint.tries and stopped.wait(max(min(pause, LONGEST_PAUSE_S), asked_for)):
             break
         pause *= 2
     return Answer(tries=number, seconds=round(time.monotonic() - start, 3), error=error)
@@ -110,6 +124,8 @@ def ask(endpoint: Endpoint, prompt: str, max_tokens: int, stop: list[str], stopp
 def _answer(told: Any, api: str) -> tuple[str, list[str] | None, str]:
     choice = told["choices"][0]
     text = choice["message"]["content"] if api == "chat" else choice["text"]
+    if text is None and choice.get("finish_reason") == CUT_OFF:
+        text = ""  # a model that was cut off while still reasoning has said nothing
     if not isinstance(text, str):
         raise TypeError("its text is no text")
     logprobs = choice.get("logprobs") or {}
@@ -118,10 +134,16 @@ def _answer(told: Any, api: str) -> tuple[str, list[str] | None, str]:
 
 
 def _retry_after(refused: urllib.error.HTTPError) -> float:
+    """Seconds, from a number of them or a date (RFC 9110, 10.2.3); 0 where there is neither."""
+    told = refused.headers.get("Retry-After", "").strip()
     try:
-        return float(refused.headers.get("Retry-After", "0"))
-    except ValueError:
+        if told.isdecimal() or "." in told:
+            seconds = float(told)
+        else:
+            seconds = (parsedate_to_datetime(told) - datetime.now(timezone.utc)).total_seconds()
+    except (ValueError, TypeError):
         return 0.0
+    return min(max(seconds, 0.0), LONGEST_ASKED_S)
 
 
 def _body(refused: urllib.error.HTTPError) -> str:

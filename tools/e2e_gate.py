@@ -9,7 +9,7 @@ Examples:
     python -m tools.e2e_gate gsm8k --questions test.jsonl --train train.jsonl \\
         --reference http://localhost:8000/v1 --candidate http://localhost:8001/v1
     python -m tools.e2e_gate gsm8k --questions test.jsonl --reference results/e2e_20261201T020000Z/reference.jsonl \\
-        --candidate http://localhost:8001/v1
+        --candidate http://localhost:8001/v1 --candidate-name deepep_low_latency
     python -m tools.e2e_gate agreement --reference http://localhost:8000/v1 --candidate http://localhost:8001/v1
 """
 
@@ -21,10 +21,10 @@ import re
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # started as a file, from any folder
@@ -32,8 +32,9 @@ sys.path.insert(0, str(ROOT))  # started as a file, from any folder
 from lib.progress import make_progress  # noqa: E402
 from lib.talk import say, show  # noqa: E402
 from tools.e2e_answers import AnswersError, Record, Task, answered, collect, first_error, read_answers  # noqa: E402
-from tools.e2e_client import Endpoint, EndpointError, first_model  # noqa: E402
-from tools.e2e_lm_eval import run_lm_eval  # noqa: E402
+from tools.e2e_client import Endpoint, EndpointError, model_served  # noqa: E402
+from tools.e2e_lm_eval import EndedError, InterruptedRunError, installed, run_lm_eval  # noqa: E402
+from tools.e2e_plan import begin, go_on  # noqa: E402
 from tools.e2e_score import EXTRACT  # noqa: E402
 from tools.e2e_tasks import gsm8k, unlabelled  # noqa: E402
 from tools.e2e_verdict import Side, agreement_verdict, gsm8k_verdict, lines_of, write_verdict  # noqa: E402
@@ -42,6 +43,7 @@ PROGRAM = "e2e_gate"
 PASSED, INCOMPLETE, USAGE, RED, INTERRUPTED = 0, 1, 2, 3, 130
 SIDES = ("reference", "candidate")
 MARGIN, QUESTIONS, CONCURRENCY, SHOTS = 0.02, 200, 16, 5
+URL = re.compile(r"https?://")
 STAMP = re.compile(r"\d{8}T\d{6}Z")
 
 
@@ -81,6 +83,8 @@ def parser() -> argparse.ArgumentParser:
     add("--candidate", required=True, metavar="URL|JSONL", help="the same, of the backend in question")
     add("--reference-model", metavar="NAME", help="by default what the server names first")
     add("--candidate-model", metavar="NAME")
+    add("--reference-name", metavar="TEXT", help="what the report calls it: the backend (the address)")
+    add("--candidate-name", metavar="TEXT", help="the same; verdicts on candidates of other names stand side by side")
     add("--questions", type=Path, metavar="JSONL", help="GSM8K's test.jsonl (gsm8k)")
     add("--train", type=Path, metavar="JSONL", help="GSM8K's train.jsonl, for examples before each question")
     add("--shots", type=whole(0, 32), default=SHOTS, metavar="N", help=f"examples of --train ({SHOTS})")
@@ -95,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
     add("--timeout", type=whole(1, 86_400), default=300, metavar="S", help="of one request (300)")
     add("--tries", type=whole(1, 100), default=5, metavar="N", help="of one question (5)")
     add("--key-variable", metavar="NAME", help="environment variable that holds the servers' API key")
-    add("--harness", choices=("builtin", "lm_eval"), default="builtin", help="who asks and scores gsm8k (builtin)")
+    add("--harness", choices=("builtin", "lm_eval", "auto"), default="builtin", help="who asks gsm8k (builtin)")
     add("--out-dir", type=Path, default=Path(os.environ.get("OUT_DIR") or "results"), metavar="DIR", help="(OUT_DIR)")
     add("--resume", metavar="STAMP|last", help="go on with a run that was cut short")
     return made
@@ -121,29 +125,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, stopped: threading.Event) -> int:
-    stamp = resumed(options) if options.resume else time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    options.harness = harness_of(options)
+    stamp = resumed(options) if options.resume else ""
+    if stamp:
+        go_on(options, stamp)
     if options.harness == "lm_eval":
-        return settle(options, stamp, run_lm_eval(options, stamp))
+        return through_lm_eval(options, stamp, stopped)
     task = task_of(options)
-    folder = options.out_dir / f"e2e_{stamp}"
     sides = {name: source(options, name) for name in SIDES}
     stored = {name: read_answers(side, task) for name, side in sides.items() if isinstance(side, Path)}
-    folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, dict[int, Record]] = {}
-    for name, side in sides.items():
-        if isinstance(side, Path):
-            found[name] = stored[name]
-            continue
-        path = folder / f"{name}.jsonl"
-        done = len(answered(read_answers(path, task))) if path.exists() else 0
-        bar = make_progress(f"e2e {name}", len(task.prompts), done)
-        try:
-            found[name] = collect(path, task, side, options.concurrency, stopped, bar)
-        finally:
-            bar.close()
-        if stopped.is_set() and len(answered(found[name])) < len(task.prompts):
-            say(f"{PROGRAM}: interrupted; go on with --resume {stamp}")
-            return INTERRUPTED
+    stamp = stamp or begin(options)
+    found = asked(options, task, sides, stored, stamp, stopped)
+    if found is None:
+        return interrupted(stamp)
     for name in SIDES:
         missing = [number for number in range(len(task.prompts)) if number not in answered(found[name])]
         if missing:
@@ -156,7 +150,69 @@ def run(options: argparse.Namespace, stopped: threading.Event) -> int:
     return settle(options, stamp, judge(task, named["reference"], named["candidate"], options))
 
 
-def settle(options: argparse.Namespace, stamp: str, verdict: dict[str, object]) -> int:
+def harness_of(options: argparse.Namespace) -> str:
+    """`auto` is lm_eval where it is installed and can do what is asked."""
+    stored = [name for name in SIDES if not URL.match(getattr(options, name))]
+    if options.harness == "auto":
+        return "lm_eval" if installed() and options.mode == "gsm8k" and not stored else "builtin"
+    if options.harness == "lm_eval":
+        if options.mode != "gsm8k":
+            raise AnswersError("--harness lm_eval: has no agreement mode; leave it out")
+        if stored:
+            text = getattr(options, stored[0])
+            raise AnswersError(f"--{stored[0]} {text}: --harness lm_eval asks servers only; give an address")
+        if not installed():
+            remedy = f'get it by: {sys.executable} -m pip install "lm_eval[api]"; or leave --harness out'
+            raise AnswersError(f"--harness lm_eval: is not installed; {remedy}")
+    return str(options.harness)
+
+
+def through_lm_eval(options: argparse.Namespace, stamp: str, stopped: threading.Event) -> int:
+    sides = {name: endpoint_of(options, name) for name in SIDES}
+    stamp = stamp or begin(options)
+    try:
+        return settle(options, stamp, run_lm_eval(options, sides, options.out_dir / f"e2e_{stamp}", stopped))
+    except InterruptedRunError:
+        return interrupted(stamp)
+    except EndedError as error:
+        say(f"{PROGRAM}: {error}; --resume {stamp} asks again")
+        return INCOMPLETE
+
+
+def asked(
+    options: argparse.Namespace,
+    task: Task,
+    sides: dict[str, Endpoint | Path],
+    stored: dict[str, dict[int, Record]],
+    stamp: str,
+    stopped: threading.Event,
+) -> dict[str, dict[int, Record]] | None:
+    """The answers of both sides, None if it was interrupted before all were there."""
+    found: dict[str, dict[int, Record]] = {}
+    for name, side in sides.items():
+        if isinstance(side, Path):
+            found[name] = stored[name]
+            continue
+        path = options.out_dir / f"e2e_{stamp}" / f"{name}.jsonl"
+        done = len(answered(read_answers(path, task))) if path.exists() else 0
+        bar = make_progress(f"e2e {name}", len(task.prompts), done)
+        try:
+            found[name] = collect(path, task, side, options.concurrency, stopped, bar)
+        finally:
+            bar.close()
+        if stopped.is_set() and len(answered(found[name])) < len(task.prompts):
+            return None
+    return found
+
+
+def interrupted(stamp: str) -> int:
+    say(f"{PROGRAM}: interrupted; go on with --resume {stamp}")
+    return INTERRUPTED
+
+
+def settle(options: argparse.Namespace, stamp: str, verdict: dict[str, Any]) -> int:
+    for name in SIDES:
+        verdict[name] |= {"name": getattr(options, f"{name}_name") or ""}
     path = write_verdict(options.out_dir, stamp, verdict)
     show([*lines_of(verdict), f"verdict: {path}"])
     return RED if verdict["red"] else PASSED
@@ -164,27 +220,32 @@ def settle(options: argparse.Namespace, stamp: str, verdict: dict[str, object]) 
 
 def task_of(options: argparse.Namespace) -> Task:
     if options.mode == "agreement":
-        return unlabelled(options.prompts, options.count, options.max_tokens)
+        return replace(unlabelled(options.prompts, options.count, options.max_tokens), api=options.api)
     if options.questions is None:
         raise AnswersError("--questions: is needed by gsm8k; give GSM8K's test.jsonl")
-    return gsm8k(options.questions, options.count, options.train, options.shots, options.max_tokens)
+    task = gsm8k(options.questions, options.count, options.train, options.shots, options.max_tokens)
+    return replace(task, api=options.api)
 
 
 def source(options: argparse.Namespace, name: str) -> Endpoint | Path:
-    """An endpoint with its model, or a file of answers."""
+    """An endpoint, or a file of answers."""
     text = getattr(options, name)
-    if not re.match(r"https?://", text):
-        if not Path(text).is_file():
-            raise AnswersError(f"--{name} {text}: is neither an address (http://host:port/v1) nor a file of answers")
-        return Path(text)
+    if URL.match(text):
+        return endpoint_of(options, name)
+    if not Path(text).is_file():
+        raise AnswersError(f"--{name} {text}: is neither an address (http://host:port/v1) nor a file of answers")
+    return Path(text)
+
+
+def endpoint_of(options: argparse.Namespace, name: str) -> Endpoint:
+    """With its model. Raises EndpointError if nobody is there."""
+    text = getattr(options, name)
     key = os.environ.get(options.key_variable, "") if options.key_variable else ""
     if options.key_variable and not key:
         raise AnswersError(f"--key-variable {options.key_variable}: is not set")
     model = getattr(options, f"{name}_model") or ""
     endpoint = Endpoint(text, model, options.api, key, options.timeout, options.tries)
-    return (
-        endpoint if model else Endpoint(text, first_model(endpoint), options.api, key, options.timeout, options.tries)
-    )
+    return replace(endpoint, model=model_served(endpoint))
 
 
 def shown(side: Endpoint | Path) -> str:

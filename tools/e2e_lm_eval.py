@@ -4,57 +4,89 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from lib.talk import say
-from tools.e2e_answers import AnswersError
-from tools.e2e_client import Endpoint, first_model
+from tools.e2e_client import POLL_S, Endpoint
 from tools.e2e_verdict import judged
 
 TASK, FILE_TASK = "gsm8k", "gsm8k_file"
 SAMPLES = "samples_gsm8k_*.jsonl"
 FILTERS = {"strict": "strict-match", "flexible": "flexible-extract"}  # of its gsm8k task
 MODELS = {"completions": "local-completions", "chat": "local-chat-completions"}
+DONE = "done"
+UNTOLD = "lm_eval does not tell which answers --max-tokens cut off"
+Rights = dict[str, dict[int, bool]]  # {strict, flexible: {question: right}}
 PATHS = {"completions": "completions", "chat": "chat/completions"}
 
 
-def run_lm_eval(options: Namespace, stamp: str) -> dict[str, Any]:
-    """Both sides one after the other. Raises AnswersError if it is not installed, or fails."""
-    if options.mode != "gsm8k":
-        raise AnswersError("--harness lm_eval: has no agreement mode; leave it out")
-    found: dict[str, dict[str, dict[int, bool]]] = {}
-    models: dict[str, str] = {}
-    for name in ("reference", "candidate"):
-        url = getattr(options, name)
-        if not url.startswith(("http://", "https://")):
-            raise AnswersError(f"--{name} {url}: --harness lm_eval asks servers only; give an address")
-        models[name] = getattr(options, f"{name}_model") or first_model(Endpoint(url, "", timeout_s=options.timeout))
-        folder = options.out_dir / f"e2e_{stamp}" / f"lm_eval_{name}"
-        if not list(folder.rglob(SAMPLES)):
-            ask_side(options, url, models[name], folder)
-        found[name] = samples(folder)
-    return verdict(options, found, models)
+class InterruptedRunError(Exception):
+    """By the person; what one side answered to its end is kept."""
 
 
-def ask_side(options: Namespace, url: str, model: str, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    address = f"{url.rstrip('/')}/{PATHS[options.api]}"
-    words = f"model={model},base_url={address},num_concurrent={options.concurrency},max_retries={options.tries}"
-    words += f",tokenized_requests=False,timeout={options.timeout}"
-    command = [sys.executable, "-m", "lm_eval", "--model", MODELS[options.api], "--model_args", words]
-    command += [*task_words(options, folder), "--limit", str(options.count), "--num_fewshot", str(options.shots)]
+class EndedError(Exception):
+    """One sentence: lm_eval did not come to its end."""
+
+
+def installed() -> bool:
+    return importlib.util.find_spec("lm_eval") is not None
+
+
+def run_lm_eval(options: Namespace, sides: Mapping[str, Endpoint], folder: Path, stopped: Event) -> dict[str, Any]:
+    """Both sides one after the other. Raises EndedError or InterruptedRunError;
+    a side that was not done is then asked anew.
+    """
+    found: dict[str, Rights] = {}
+    titles: dict[int, str] = {}
+    for name, endpoint in sides.items():
+        its = folder / f"lm_eval_{name}"
+        if not (its / DONE).exists():
+            shutil.rmtree(its, ignore_errors=True)  # samples of a run that was cut short
+            ask_side(options, endpoint, its, stopped)
+            (its / DONE).touch()
+        found[name], asked = samples(its)
+        titles |= asked
+    return verdict(options, sides, found, titles)
+
+
+def ask_side(options: Namespace, endpoint: Endpoint, folder: Path, stopped: Event) -> None:
+    folder.mkdir(parents=True)
+    words = {
+        "model": endpoint.model,
+        "base_url": f"{endpoint.url.rstrip('/')}/{PATHS[options.api]}",
+        "num_concurrent": options.concurrency,
+        "max_retries": options.tries,
+        "timeout": options.timeout,
+        "max_gen_toks": options.max_tokens,
+        "tokenized_requests": False,
+        "tokenizer_backend": "none",  # text is sent, and a served model's name need not be a tokenizer's
+    }
+    model_args = ",".join(f"{name}={value}" for name, value in words.items())
+    command = [sys.executable, "-m", "lm_eval", "--model", MODELS[options.api], "--model_args", model_args]
+    shots = options.shots if options.train or not options.questions else 0  # not from the questions that are asked
+    command += [*task_words(options, folder), "--limit", str(options.count), "--num_fewshot", str(shots)]
     command += ["--log_samples", "--output_path", str(folder)]
     command += ["--apply_chat_template"] if options.api == "chat" else []
-    say(f"e2e_gate: {' '.join(command)}")
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    if answer.returncode != 0:
-        last = (answer.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        remedy = f'get it by: {sys.executable} -m pip install "lm_eval[api]"; or leave --harness out'
-        raise AnswersError(f"--harness lm_eval: ended with {answer.returncode}: {last}; {remedy}")
+    log = folder / "lm_eval.log"
+    say(f"e2e_gate: {' '.join(command)} (its words: {log})")
+    environment = os.environ | ({"OPENAI_API_KEY": endpoint.key} if endpoint.key else {})
+    with log.open("w") as said, subprocess.Popen(command, stdout=said, stderr=said, env=environment) as process:
+        while process.poll() is None:
+            if stopped.wait(POLL_S):
+                process.terminate()
+                raise InterruptedRunError
+    if process.returncode != 0:
+        lines = log.read_text(errors="replace").strip().splitlines()
+        last = lines[-1].strip() if lines else "it said nothing"
+        raise EndedError(f"--harness lm_eval: ended with {process.returncode}: {last} (all of it: {log})")
 
 
 def task_words(options: Namespace, folder: Path) -> list[str]:
@@ -72,28 +104,33 @@ def task_words(options: Namespace, folder: Path) -> list[str]:
     return ["--include_path", str(folder), "--tasks", FILE_TASK]
 
 
-def samples(folder: Path) -> dict[str, dict[int, bool]]:
-    """{filter: {question: right}} of the samples that it logged."""
-    found: dict[str, dict[int, bool]] = {name: {} for name in FILTERS}
+def samples(folder: Path) -> tuple[Rights, dict[int, str]]:
+    """{filter: {question: right}} of the samples that it logged, and the questions' texts."""
+    found: Rights = {name: {} for name in FILTERS}
+    titles: dict[int, str] = {}
     for path in sorted(folder.rglob(SAMPLES)):
         for line in path.read_text().splitlines():
             record = json.loads(line)
+            number = int(record["doc_id"])
+            titles[number] = str(record["doc"]["question"])
             for name, its in FILTERS.items():
-                if record.get("filter") == its:
-                    found[name][int(record["doc_id"])] = bool(record["exact_match"])
+                if record["filter"] == its:
+                    found[name][number] = bool(record["exact_match"])
     if not any(found.values()):
-        raise AnswersError(f"--harness lm_eval: {folder}: it logged no samples of {TASK}")
-    return found
+        raise EndedError(f"--harness lm_eval: {folder}: it logged no samples of {TASK}")
+    return found, titles
 
 
-def verdict(options: Namespace, found: dict[str, dict[str, dict[int, bool]]], models: dict[str, str]) -> dict[str, Any]:
-    chosen = [found[name][options.extract] for name in ("reference", "candidate")]
+def verdict(
+    options: Namespace, sides: Mapping[str, Endpoint], found: Mapping[str, Rights], titles: Mapping[int, str]
+) -> dict[str, Any]:
+    chosen = [found[name][options.extract] for name in sides]
     numbers = sorted(chosen[0].keys() & chosen[1].keys())
     if not numbers or chosen[0].keys() != chosen[1].keys():
-        raise AnswersError("--harness lm_eval: the two runs did not answer the same questions; use another --out-dir")
-    made = judged([[side[number] for number in numbers] for side in chosen], options.margin, ())
-    for name in ("reference", "candidate"):
-        shares = {its: sum(rights.values()) / len(rights) for its, rights in found[name].items() if rights}
-        made[name] = {"source": getattr(options, name), "model": models[name], "cut_off": 0, "answers": len(numbers)}
-        made[name] |= shares
-    return made | {"extract": options.extract, "harness": "lm_eval"}
+        raise EndedError("--harness lm_eval: its two runs did not answer the same questions; begin a run of its own")
+    rights = [[side[number] for number in numbers] for side in chosen]
+    made = judged(rights, options.margin, [titles[number] for number in numbers])
+    for name, endpoint in sides.items():
+        shares = {its: sum(found[name][its].values()) / len(numbers) for its in FILTERS}
+        made[name] = {"source": endpoint.url, "model": endpoint.model, "answers": len(numbers)} | shares
+    return made | {"extract": options.extract, "harness": "lm_eval", "notices": [*made["notices"], UNTOLD]}

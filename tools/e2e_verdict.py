@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.e2e_agreement import agreement, told
+from tools.e2e_agreement import agreements, told
 from tools.e2e_answers import Record, Task, cut_off
 from tools.e2e_score import CONFIDENCE, EXTRACT, Paired, chance, interval, paired
 
@@ -93,13 +93,19 @@ def flips(before: Sequence[bool], after: Sequence[bool], titles: Sequence[str]) 
 
 
 def agreement_verdict(task: Task, reference: Side, candidate: Side, options: Namespace) -> dict[str, Any]:
-    pairs = [(reference.answers[number], candidate.answers[number]) for number in range(len(task.prompts))]
-    found = [agreement(*((record["text"], record["tokens"]) for record in pair)) for pair in pairs]
+    given = [
+        [(side.answers[number]["text"], side.answers[number]["tokens"]) for number in range(len(task.prompts))]
+        for side in (reference, candidate)
+    ]
+    pairs = list(zip(*given, strict=True))
+    found = agreements(pairs)
     figures = told(found)
-    red = options.least is not None and float(str(figures["agreement"])) < options.least
+    red = options.least is not None and figures["agreement"] < options.least
     word = "told" if options.least is None else "FAIL" if red else "PASS"
     first = figures["first_parted"]
-    where = "" if first is None else f", the others part after {figures['median_parted']:g} (first: {first})"
+    quarters = figures["parted_quartiles"]
+    where = "" if first is None else f", the others part after {quarters[1]:g} (first: {first}"
+    where += "" if first is None else f", quartiles: {quarters[0]:g} and {quarters[2]:g})"
     least = "" if options.least is None else f", asked {options.least:.1%}"
     line = (
         f"{word}: {figures['agreement']:.1%} of {figures['unit']}s agree{least}; "
@@ -138,7 +144,9 @@ def lines_of(verdict: Mapping[str, Any]) -> list[str]:
         side = verdict.get(name) or {}
         accuracy = [f"{extract} {side[extract]:.3f}" for extract in EXTRACT if extract in side]
         cut = f", {side['cut_off']} cut off" if side.get("cut_off") else ""
-        lines.append(f"  {name}: {side.get('model') or side.get('source', '')}  {', '.join(accuracy)}{cut}")
+        called = " ".join(filter(None, (side.get("name"), side.get("model") or side.get("source", ""))))
+        figures = "  " + ", ".join(accuracy) if accuracy else ""
+        lines.append(f"  {name}: {called}{figures}{cut}")
     for word, questions in (verdict.get("flips") or {}).items():
         lines.append(f"  {word}: {len(questions)}")
         lines += [f"    {each['n']:>5}  {_title(each['question'])}" for each in questions[:FLIPS_SHOWN]]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tools.report_data import stamp_order
 
@@ -41,11 +42,16 @@ def find_e2e(paths: Sequence[Path], notices: list[str]) -> list[EndToEnd]:
     return sorted(found.values(), key=lambda verdict: (verdict.red, stamp_order(verdict.stamp)), reverse=True)
 
 
+def called(side: Mapping[str, Any]) -> str:
+    """The model and the backend's name, or where it was asked: two backends take turns at one address."""
+    return " ".join(filter(None, (str(side["model"]), str(side.get("name") or side["source"]))))
+
+
 def read_e2e(path: Path) -> EndToEnd:
     record = json.loads(path.read_text())
     if record["schema"] != SCHEMA:
         raise ValueError(record["schema"])
-    names = [" ".join(filter(None, (str(record[side]["model"]), str(record[side]["source"])))) for side in SIDES]
+    names = [called(record[side]) for side in SIDES]
     return EndToEnd(
         stamp=str(record["stamp"]),
         mode=str(record["mode"]),

@@ -71,14 +71,21 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
-def test_what_is_no_baseline_is_one_sentence_and_exit_3(text: str | None, files: tuple[Path, Path]) -> None:
-    bad = files[0].with_name("bad.csv")
+NO_ROW = ("header only", "header of plain rows only")  # of NEW: what was measured is lost, and that is red
+NO_FIGURE = ("no number",)  # of NEW: found while judging
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_is_no_baseline_is_one_sentence_and_exit_3_and_a_new_that_cannot_be_read_is_usage(
+    what: str, files: tuple[Path, Path]
+) -> None:
+    bad, text = files[0].with_name("bad.csv"), BROKEN[what]
     if text is not None:
         bad.write_text(text)
-    for pair in ((bad, files[1]), (files[0], bad)):
+    of_new = 3 if what in (*NO_ROW, *NO_FIGURE) else 2
+    for pair, code in (((bad, files[1]), 3), ((files[0], bad), of_new)):
         answer = compare(*pair)
-        assert answer.returncode == 3
+        assert answer.returncode == code
         assert len(answer.stderr.splitlines()) == 1
         assert "Traceback" not in answer.stderr
 

@@ -54,8 +54,20 @@ def machine_key(row: Mapping[str, str]) -> str:
     return f"{device}-x{row['world']}" + (f"-{row['nodes']}-nodes" if row["nodes"] != "1" else "")
 
 
+def is_stream(path: Path) -> bool:
+    """A pipe, a terminal, /dev/null: a file put in its place would take it from everybody. Raises OSError."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
 def write_whole(path: Path, text: str) -> None:
-    """Complete on disk before it takes its name, so that no reader ever sees half of it. Raises OSError."""
+    """Complete on disk before it takes its name, so that no reader ever sees half of it. Raises OSError.
+
+    A stream is written to as it is; a link stays one.
+    """
+    if is_stream(path):
+        path.write_text(text)
+        return
+    path = Path(os.path.realpath(path))
     fresh = path.with_name(f".{path.name}.new")
     try:
         with fresh.open("w") as file:

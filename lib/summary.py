@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from lib.rows import NOT_RUN, STATUSES, SchemaError, read_rows
 from lib.talk import show
@@ -125,8 +127,22 @@ def table_lines(rows: list[Row]) -> list[str]:
     return text
 
 
-def summary(path: Path) -> list[str]:
+def is_row(row: Mapping[Any, Any]) -> bool:
+    """The reader leaves None where a line lacks a cell, and puts cells too many under None."""
+    return row["repro"] is not None and None not in row
+
+
+def whole_rows(path: Path) -> tuple[list[Row], bool]:
+    """As `read_rows`, and raises SchemaError also on a line that somebody's edit left without a row's cells."""
     rows, torn = read_rows(path)
+    for number, row in enumerate(rows, 2):
+        if not is_row(row):
+            raise SchemaError(f"{path}: line {number} is not a row; mend it or leave it out")
+    return rows, torn
+
+
+def summary(path: Path) -> list[str]:
+    rows, torn = whole_rows(path)
     if not rows:
         return [f"{path}: no rows"]
     counts = Counter(row["status"] for row in rows)
@@ -149,7 +165,7 @@ def main(paths: list[str]) -> int:
 def block(path: Path) -> str:
     try:
         return "\n".join(summary(path))
-    except (SchemaError, OSError) as error:
+    except (SchemaError, OSError, ValueError) as error:  # the last: a figure that somebody edited
         return f"{path}: no table ({error})"
 
 

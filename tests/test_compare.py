@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -70,14 +71,21 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
-def test_what_is_no_baseline_is_one_sentence_and_exit_3(text: str | None, files: tuple[Path, Path]) -> None:
-    bad = files[0].with_name("bad.csv")
+NO_ROW = ("header only", "header of plain rows only")  # of NEW: what was measured is lost, and that is red
+NO_FIGURE = ("no number",)  # of NEW: found while judging
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_is_no_baseline_is_one_sentence_and_exit_3_and_a_new_that_cannot_be_read_is_usage(
+    what: str, files: tuple[Path, Path]
+) -> None:
+    bad, text = files[0].with_name("bad.csv"), BROKEN[what]
     if text is not None:
         bad.write_text(text)
-    for pair in ((bad, files[1]), (files[0], bad)):
+    of_new = 3 if what in (*NO_ROW, *NO_FIGURE) else 2
+    for pair, code in (((bad, files[1]), 3), ((files[0], bad), of_new)):
         answer = compare(*pair)
-        assert answer.returncode == 3
+        assert answer.returncode == code
         assert len(answer.stderr.splitlines()) == 1
         assert "Traceback" not in answer.stderr
 
@@ -92,6 +100,26 @@ def test_wrong_usage_is_exit_2_with_json_or_without(files: tuple[Path, Path], tm
         assert answer.returncode == 2
         assert answer.stderr.startswith(f"--json {place}: cannot be written")
         assert answer.stdout.startswith("green ")
+
+
+def test_json_goes_into_a_pipe_and_through_a_link_and_replaces_neither(
+    files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "kept" / "v.json"
+    target.parent.mkdir()
+    os.mkfifo(pipe)
+    link.symlink_to(target)
+    with subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE) as reader:
+        try:
+            assert compare(*files, "--json", pipe).returncode == 0
+            assert pipe.is_fifo()
+            assert json.loads(reader.communicate(timeout=10)[0])["exit"] == 0
+        finally:
+            reader.kill()
+    for _ in range(2):  # before the target is there, and after
+        assert compare(*files, "--json", link).returncode == 0
+        assert link.is_symlink()
+        assert json.loads(target.read_text())["exit"] == 0
 
 
 def test_control_characters_of_a_cell_reach_no_terminal(files: tuple[Path, Path], tmp_path: Path) -> None:

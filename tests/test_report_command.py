@@ -65,6 +65,21 @@ def test_a_mistake_is_one_sentence_and_exit_2(
     assert said.count("\n") == 1
 
 
+def test_a_page_goes_into_a_pipe_and_through_a_link_and_replaces_neither(tmp_path: Path) -> None:
+    rows, pipe, link = write_rows(tmp_path / "a.csv", [row()]), tmp_path / "pipe", tmp_path / "link.md"
+    os.mkfifo(pipe)
+    link.symlink_to("page.md")
+    with subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE) as reader:
+        try:
+            assert main([str(rows), "--out", str(pipe), "--markdown", str(link)]) == 0
+            assert pipe.is_fifo()
+            assert reader.communicate(timeout=10)[0].startswith(b"<!doctype html>")
+        finally:
+            reader.kill()
+    assert link.is_symlink()
+    assert (tmp_path / "page.md").read_text().startswith("#")
+
+
 def test_no_rows_make_a_page_that_says_so(tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     assert main([str(write_rows(tmp_path / "a.csv", [])), "--out", str(out)]) == 0

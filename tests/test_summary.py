@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ OK = {"variant": "torch", "status": "ok", "check": "ok", **FIGURES}
 
 
 def a_csv(folder: Path, *rows: dict[str, object]) -> Path:
+    folder.mkdir(exist_ok=True)
     files = RowFiles(folder, "bench", STAMP, "ref")
     files.open(resume=False)
     for number, row in enumerate(rows):
@@ -90,6 +92,37 @@ def test_a_strange_file_is_refused(tmp_path: Path) -> None:
     path.write_text("a,b\n1,2\n")
     with pytest.raises(SchemaError):
         summary(path)
+
+
+def no_row(line: str) -> str:
+    return "1,2\n"
+
+
+def open_quote(line: str) -> str:
+    return f'"{line}'
+
+
+def one_cell_more(line: str) -> str:
+    return f"{line[:-1]},x\n"
+
+
+@pytest.mark.parametrize("edit", [no_row, open_quote, one_cell_more])
+def test_a_line_that_is_no_row_is_a_sentence_and_the_other_files_are_shown(
+    edit: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, edited = a_csv(tmp_path / "whole", OK), a_csv(tmp_path / "edited", OK, OK)
+    *lines, last = edited.read_text().splitlines(keepends=True)
+    edited.write_text("".join([*lines, edit(last)]))
+    assert main([str(edited), str(whole)]) == 0
+    told, _, table = capsys.readouterr().out.partition("\n\n")
+    assert told == f"{edited}: no table ({edited}: line 3 is not a row; mend it or leave it out)"
+    assert "torch" in table
+
+
+def test_a_figure_that_is_no_number_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = a_csv(tmp_path, OK | {"lat_us_p50": "fast"})
+    assert main([str(path)]) == 0
+    assert capsys.readouterr().out == f"{path}: no table (could not convert string to float: 'fast')\n"
 
 
 def test_the_command_prints_a_block_a_file_and_passes_over_those_that_are_not_there(

@@ -7,8 +7,8 @@ Each of the two is a CSV of rows, of a night (night_*.csv) or of a baseline, or 
 the figures is told too: versions, transport, code. Nothing can be run again here: a slower row is judged by p <= 0.002.
 NEW needs 4 starts at least (four ./run_sweep.sh within hours of each other) and BASELINE 5 nights of 4. For two single
 runs there is `python -m tools.report NEW --baseline BASELINE`: medians side by side, and no verdict.
-Exit code: 0 no row is worse and at least one could be judged; 2 usage, also a metric that has no direction and a --json
-that can't be written; 3 worse, or not comparable, or no baseline.
+Exit code: 0 no row is worse and at least one could be judged; 2 usage, also a metric that has no direction, a NEW that
+can't be read and a --json that can't be written; 3 worse, lost or not comparable, or no baseline.
 """
 
 from __future__ import annotations
@@ -31,10 +31,21 @@ from lib.verdict_text import document_lines
 USAGE_EXIT, RED_EXIT = 2, verdicts.RED_EXIT
 
 
+class NewError(Exception):
+    """NEW is no file of rows: a slip of whoever typed it, and no verdict on what was measured."""
+
+
+def read_new(path: Path) -> tuple[list[Row], list[str]]:
+    try:
+        return read_all(path)
+    except (BaselineError, SchemaError, OSError) as error:
+        raise NewError(str(error)) from error
+
+
 def sides(baseline: Path, new: Path) -> tuple[list[Row], list[Row], list[str]]:
-    """Rows of both; of NEW the latest night. Raises BaselineError where a side has no row to compare."""
+    """Rows of both; of NEW the latest night. Raises BaselineError where a side has no row to compare, and NewError."""
+    rows, more = read_new(new)
     old, told = read_all(baseline)
-    rows, more = read_all(new)
     for path, found in ((baseline, old), (new, rows)):
         if not found:
             raise BaselineError(f"{path}: has a header and no rows; nothing to compare")
@@ -71,6 +82,9 @@ def main() -> int:
     try:
         document = compare(given.baseline, given.new, given.metric)
         text = json.dumps(document, indent=1, allow_nan=False) + "\n"
+    except NewError as error:
+        say(str(error))
+        return USAGE_EXIT
     except (BaselineError, SchemaError, OSError, ValueError) as error:  # the last: a cell that is no number
         say(str(error))
         return RED_EXIT

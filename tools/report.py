@@ -22,6 +22,7 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file, from any folder
 
+from lib.history import is_stream
 from lib.rows import COLUMNS
 from lib.talk import say, show
 from tools.ready_python import how_to_get
@@ -129,18 +130,27 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _write(path: str, text: str) -> None:
-    """A file is replaced whole: nobody finds half a page. Raises UsageError if it can't be written."""
+    """A file is replaced whole: nobody finds half a page; a stream is not. Raises UsageError if it can't be written."""
     if path == "-":
         show([text.rstrip("\n")])
         return
     target = Path(path)
+    try:
+        if is_stream(target):
+            target.write_text(text, encoding="utf-8")
+        else:
+            _replace(Path(os.path.realpath(target)), text)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def _replace(target: Path, text: str) -> None:
     fresh = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         fresh.write_text(text, encoding="utf-8")
         fresh.replace(target)
-    except OSError as error:
+    finally:
         fresh.unlink(missing_ok=True)
-        raise UsageError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 if __name__ == "__main__":

@@ -15,7 +15,17 @@ from knob_helpers import parsed
 from lib import measure, timing
 from lib.contract import Phase, Session, Unsupported
 from lib.problem import Problem
-from lib.timing import PIPELINED_CHAINS, PIPELINED_DROPPED, BetweenSeries, HostTools, Plan, Samples, run_phases
+from lib.stats import MIN_SAMPLES_FOR_P99
+from lib.timing import (
+    PIPELINED_CHAINS,
+    PIPELINED_DROPPED,
+    PIPELINED_MIN_CALLS,
+    BetweenSeries,
+    HostTools,
+    Plan,
+    Samples,
+    run_phases,
+)
 
 
 class Clock:
@@ -226,9 +236,9 @@ def test_a_chain_drops_the_calls_that_fill_the_pipe(clock: Clock) -> None:
     assert session.calls == 5 + PIPELINED_CHAINS * 80
 
 
-def test_a_chain_has_64_calls_at_least(clock: Clock) -> None:
+def test_a_default_run_has_the_samples_of_a_p99(clock: Clock) -> None:
     samples = e2e_pipelined(FakeSession(clock.advance, SPLIT), nothing, Plan(0, 3))
-    assert len(samples.total) == PIPELINED_CHAINS * (64 - PIPELINED_DROPPED)
+    assert len(samples.total) == MIN_SAMPLES_FOR_P99
 
 
 def test_a_period_holds_one_look_at_the_clock(clock: Clock) -> None:
@@ -323,7 +333,9 @@ def test_a_repeatable_phase_has_a_series_of_its_own(clock: Clock) -> None:
     session = FakeSession(clock.advance, [("stage", 10.0, True), ("forward", 40.0, True)])
     session.phases[1] = replace(session.phases[1], repeatable=True)
     assert e2e(session, nothing, Plan(1, 3)).alone == {"forward": [40.0] * 3}
-    assert e2e_pipelined(session, nothing, Plan(0, 1)).alone == {"forward": [40.0] * (64 - PIPELINED_DROPPED)}
+    assert e2e_pipelined(session, nothing, Plan(0, 1)).alone == {
+        "forward": [40.0] * (PIPELINED_MIN_CALLS - PIPELINED_DROPPED)
+    }
     assert e2e(FakeSession(clock.advance, SPLIT), nothing, Plan(0, 1)).alone == {}
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from harness import Run, one_of, outer_launcher, scenario, wait_until
 
+from lib.interrupt import Interrupted, Signals
 from lib.rows import HEADER
-from lib.section import Interrupted, Signals
 
 TWO_RANKS_ARE_SLOW = ("slow_0", "slow_1")
 # What two runs of the same case on the same machine have in common.

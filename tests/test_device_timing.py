@@ -10,7 +10,7 @@ import pytest
 from lib import device_timing
 from lib.contract import Phase, Session
 from lib.device_timing import DeviceTools
-from lib.timing import PIPELINED_CHAINS, PIPELINED_DROPPED, Plan
+from lib.timing import PIPELINED_CHAINS, PIPELINED_DROPPED, PIPELINED_MIN_CALLS, Plan
 
 
 class Device:
@@ -119,12 +119,12 @@ def test_e2e_times_the_call_and_leaves_barrier_and_staging_out(device: Device) -
 def test_a_pipelined_chain_drops_its_first_periods_and_has_no_mark_inside(device: Device) -> None:
     samples, session, looked = measured("e2e_pipelined", device)
     assert samples.chains == PIPELINED_CHAINS
-    assert samples.total == pytest.approx([50.0] * PIPELINED_CHAINS * (64 - PIPELINED_DROPPED))
+    assert samples.total == pytest.approx([50.0] * PIPELINED_CHAINS * (PIPELINED_MIN_CALLS - PIPELINED_DROPPED))
     assert len(samples.host) == len(samples.total)
     assert len(samples.backlog) == PIPELINED_CHAINS
-    assert len(samples.phases["dispatch"]) == 64 - PIPELINED_DROPPED
+    assert len(samples.phases["dispatch"]) == PIPELINED_MIN_CALLS - PIPELINED_DROPPED
     assert device.met == PIPELINED_CHAINS + 1
-    assert session.calls == PLAN.warmup + PIPELINED_CHAINS * 64
+    assert session.calls == PLAN.warmup + PIPELINED_CHAINS * PIPELINED_MIN_CALLS
     assert looked == [None]
 
 
@@ -169,7 +169,7 @@ class Fused(Fake):
         return None
 
 
-@pytest.mark.parametrize(("method", "count"), [("e2e", 5), ("e2e_pipelined", 64 - PIPELINED_DROPPED)])
+@pytest.mark.parametrize(("method", "count"), [("e2e", 5), ("e2e_pipelined", PIPELINED_MIN_CALLS - PIPELINED_DROPPED)])
 def test_a_repeatable_phase_has_a_series_in_which_nothing_else_runs(device: Device, method: str, count: int) -> None:
     session = Fused(device)
     samples = device_timing.METHODS[method](session, tools_of(device), PLAN, lambda replay: None)

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 from e2e_helpers import both, gate, question_file, verdict
-from fake_server import (
-    serving,
-)
+from fake_server import serving
 
 from tools import e2e_client, e2e_gate
 from tools.e2e_lm_eval import task_words

@@ -23,6 +23,7 @@ from bench.backends.deepep_limits import (
     ll_slots,
     low_latency_reason,
 )
+from bench.backends.session import nvidia_reason
 from lib.contract import Backend, Engine, Group, Missing, Phase, Received, Session, Support, Variant, unsupported
 from lib.plan import needs_packages
 from lib.problem import Inputs, Problem
@@ -78,7 +79,7 @@ class DeepEPSession(Session):
         self.rows, self.scales = received if isinstance(received, tuple) else (received, None)
 
     def poison(self) -> None:
-        """DeepEP allocates its results itself: what this session still holds of them is overwritten."""
+        """DeepEP allocates its results itself: what is still held of them here is overwritten."""
         import torch
 
         if self.rows is not None:
@@ -93,7 +94,7 @@ class DeepEPSession(Session):
         return {"deep_ep": self.engine.version}
 
     def close(self) -> None:
-        # `phases` refers back to this session, so without this its tensors would stay until a garbage collection
+        # `phases` refers back to self, so without this the tensors would stay until a garbage collection
         self.rows = self.scales = self.staged = None
 
 
@@ -334,10 +335,8 @@ class DeepEPBackend(Backend):
         return needs_packages(machine, PACKAGES, self._verdict(variant, machine, problem))
 
     def _verdict(self, variant: Variant, machine: Machine, problem: Problem) -> Support:
-        if machine.vendor != "cuda":
-            return unsupported(f"needs an NVIDIA GPU, this machine has {machine.has_what}")
-        if machine.sm is not None and machine.sm < (9, 0):
-            return unsupported(f"needs sm_90 or newer, this is sm_{machine.sm[0]}{machine.sm[1]}")
+        if reason := nvidia_reason(machine):
+            return unsupported(reason)
         if problem.nodes > 1:
             return unsupported(f"this adapter's buffers are those of one node, this run has {problem.nodes}")
         reason = low_latency_reason(problem) if variant.algo == "ll" else high_throughput_reason(variant, problem)

@@ -13,7 +13,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from bench.backends.loaded_nccl import require_nccl
-from bench.backends.session import FP8_BYTES, SCALE_BLOCK, CommSession, device_sms, local_weight, weighted
+from bench.backends.session import (
+    FP8_BYTES,
+    SCALE_BLOCK,
+    CommSession,
+    device_sms,
+    local_weight,
+    nvidia_reason,
+    weighted,
+)
 from lib.contract import Backend, Engine, Group, Missing, Received, Support, Unsupported, Variant, unsupported
 from lib.plan import needs_packages
 from lib.problem import Inputs, Problem
@@ -193,10 +201,8 @@ class DeepEPV2Backend(Backend):
 
     def _reason(self, variant: Variant, machine: Machine, problem: Problem) -> str:
         """Hardware, then shape; each would end a worker on an assert."""
-        if machine.vendor != "cuda":
-            return "needs an NVIDIA GPU, this machine has no GPU"
-        if machine.sm is not None and machine.sm < (9, 0):
-            return f"needs sm_90 or newer, this is sm_{machine.sm[0]}{machine.sm[1]}"
+        if reason := nvidia_reason(machine):
+            return reason
         if problem.nodes > 1:
             return f"this version drives deepep_v2 on one node, this is {problem.nodes}"
         if problem.topk > MAX_TOPK:

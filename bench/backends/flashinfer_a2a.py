@@ -11,7 +11,16 @@ from __future__ import annotations
 import importlib.metadata
 from typing import TYPE_CHECKING
 
-from bench.backends.session import FP8_BYTES, SCALE_BLOCK, CommSession, local_weight, spoil, stand_still, weighted
+from bench.backends.session import (
+    FP8_BYTES,
+    SCALE_BLOCK,
+    CommSession,
+    local_weight,
+    nvidia_reason,
+    spoil,
+    stand_still,
+    weighted,
+)
 from lib.contract import Backend, Engine, Group, Missing, Received, Support, Variant, unsupported
 from lib.plan import needs_packages
 from lib.problem import Inputs, Problem
@@ -203,10 +212,8 @@ class FlashInferBackend(Backend):
         return needs_packages(machine, PACKAGES, unsupported(reason) if reason else Support())
 
     def _reason(self, variant: Variant, machine: Machine, problem: Problem) -> str:
-        if machine.vendor != "cuda":
-            return "needs an NVIDIA GPU, this machine has no GPU"
-        if machine.sm is not None and machine.sm < (9, 0):
-            return f"needs sm_90 or newer, this is sm_{machine.sm[0]}{machine.sm[1]}"
+        if reason := nvidia_reason(machine):
+            return reason
         if problem.nodes > 1:
             return f"this version drives flashinfer on one node, this is {problem.nodes}"
         if problem.world > MAX_RANKS:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.backends import mscclpp_limits as limits
 from bench.backends.mscclpp_sessions import ExpertMajorSession, MscclppSession, RankMajorSession, ThroughputSession
+from bench.backends.session import nvidia_reason
 from lib.contract import Backend, Engine, Group, Missing, Support, Unsupported, Variant, missing, unsupported
 from lib.plan import needs_packages
 from lib.problem import Inputs, Problem
@@ -119,10 +120,8 @@ class MscclppBackend(Backend):
         return found
 
     def _verdict(self, variant: Variant, machine: Machine, problem: Problem) -> Support:
-        if machine.vendor != "cuda":
-            return unsupported(f"needs an NVIDIA GPU, this machine has {machine.has_what}")
-        if machine.sm is not None and machine.sm < (9, 0):
-            return unsupported(f"needs sm_90 or newer, this is sm_{machine.sm[0]}{machine.sm[1]}")
+        if reason := nvidia_reason(machine):
+            return unsupported(reason)
         rule = limits.latency_reason if variant.algo == "ll" else limits.throughput_reason
         reason = rule(variant, problem)
         return unsupported(reason) if reason else Support()

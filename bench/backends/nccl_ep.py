@@ -21,6 +21,7 @@ from bench.backends.nccl_ep_limits import (
     low_latency_sms_reason,
 )
 from bench.backends.nccl_ep_sessions import ExpertSlots, HighThroughput, NcclEpSession, RankSlots
+from bench.backends.session import nvidia_reason
 from lib.contract import Backend, Engine, Group, Missing, Support, Unsupported, Variant, unsupported
 from lib.plan import needs_packages
 from lib.problem import Inputs, Problem
@@ -114,10 +115,8 @@ class NcclEpBackend(Backend):
         return needs_packages(machine, PACKAGES, unsupported(reason) if reason else Support())
 
     def _reason(self, variant: Variant, machine: Machine, problem: Problem) -> str:
-        if machine.vendor != "cuda":
-            return "needs an NVIDIA GPU, this machine has no GPU"
-        if machine.sm is not None and machine.sm < (9, 0):
-            return f"needs sm_90 or newer, this is sm_{machine.sm[0]}{machine.sm[1]}"
+        if reason := nvidia_reason(machine):
+            return reason
         if problem.nodes > 1:
             return f"this version drives nccl_ep on one node, this is {problem.nodes}"
         return (high_throughput_reason if variant.algo == "ht" else low_latency_reason)(variant, problem)

@@ -15,6 +15,8 @@ from lib.problem import Inputs, Problem
 if TYPE_CHECKING:
     import torch
 
+    from lib.machine import Machine
+
 SCALE_BLOCK = 128  # columns that share an fp32 scale
 FP8_BYTES = 1
 
@@ -70,6 +72,17 @@ def device_sms(group: Group) -> int:
     if group.device.type != "cuda":
         return 0
     return int(torch.cuda.get_device_properties(group.device).multi_processor_count)
+
+
+def nvidia_reason(machine: Machine, needed: tuple[int, int] = (9, 0), what: str = "") -> str:
+    """Why this machine will not do for kernels of an NVIDIA GPU of this compute capability, "" if it will."""
+    if machine.vendor != "cuda":
+        return f"needs an NVIDIA GPU, this machine has {machine.has_what}"
+    if machine.sm is not None and machine.sm < needed:
+        newer = "" if what else " or newer"
+        here = f"this is sm_{machine.sm[0]}{machine.sm[1]}"
+        return f"{what}{' ' if what else ''}needs sm_{needed[0]}{needed[1]}{newer}, {here}"
+    return ""
 
 
 def stand_still(group: Group) -> None:
@@ -159,5 +172,5 @@ class CommSession(Session):
             spoil(tensor)
 
     def close(self) -> None:
-        # `phases` refers back to this session, so without this its tensors would stay until a garbage collection
+        # `phases` refers back to self, so without this the tensors would stay until a garbage collection
         self.rows = self.scales = self.staged = None

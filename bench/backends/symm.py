@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from bench.backends.session import CommSession, device_sms, local_weight, spoil, stand_still, weighted
+from bench.backends.session import CommSession, device_sms, local_weight, nvidia_reason, spoil, stand_still, weighted
 from bench.backends.symm_launch import Launcher
 from bench.backends.symm_memory import SCALE_BLOCK, fields, make_arena
 from lib.contract import Backend, Engine, Group, Missing, Received, Support, Unsupported, Variant, unsupported
@@ -201,13 +201,9 @@ class SymmBackend(Backend):
         return needs_packages(machine, PACKAGES, unsupported(reason) if reason else Support())
 
     def _reason(self, variant: Variant, machine: Machine, problem: Problem) -> str:
-        if machine.vendor != "cuda":
-            return "needs an NVIDIA GPU, this machine has no GPU"
-        needed = SM[variant.dispatch_dtype]
-        if machine.sm is not None and machine.sm < needed:
-            return (
-                f"{variant.dispatch_dtype} needs sm_{needed[0]}{needed[1]}, this is sm_{machine.sm[0]}{machine.sm[1]}"
-            )
+        dtype = variant.dispatch_dtype
+        if reason := nvidia_reason(machine, SM[dtype], dtype):
+            return reason
         if problem.nodes > 1:
             return f"symm reaches the GPUs of one node, this is {problem.nodes} nodes"
         if problem.world > MAX_RANKS:

@@ -200,7 +200,7 @@ class SplitSession(Session):
         return self.engine.versions
 
     def close(self) -> None:
-        # `phases` and the patched step refer back to this session: without this its tensors would stay a while
+        # `phases` and the patched step refer back to self: without this the tensors would stay a while
         self.impl._prepare = self.library_prepare
         self.prepared = self.fused = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,17 +14,29 @@ import torch.distributed as dist
 from lib.contract import Group
 from lib.device_timing import DeviceTools
 
+NCCL_SHARES_A_GPU = (2, 30)  # two ranks on one device are refused before
 FLUSH_OF_L2 = 4  # the flush writes this many times the L2, so that no line of the session's data survives
 BARRIER_BYTES = 4096
 
 
 def cuda_group(rank: int, world: int, local_rank: int, nodes: int, timeout: datetime.timedelta) -> Group:
-    """NCCL for the backend's data and gloo for the harness's words, on this rank's GPU."""
+    """NCCL for the backend's data and gloo for the harness's words, on this rank's GPU.
+
+    Ranks that share a GPU move their data by gloo where NCCL would refuse them.
+    """
     device = torch.device("cuda", local_rank % torch.cuda.device_count())  # a launcher may show each task its own GPU
     torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+    if shared_gpu() and torch.cuda.nccl.version() < NCCL_SHARES_A_GPU:
+        dist.init_process_group("gloo", timeout=timeout)
+    else:
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     host_pg = dist.new_group(backend="gloo", timeout=timeout)
     return Group(rank, world, local_rank, nodes, device, pg=dist.group.WORLD, host_pg=host_pg)
+
+
+def shared_gpu() -> bool:
+    """Whether other ranks of this run are on this rank's GPU (RANKS_PER_GPU)."""
+    return int(os.environ.get("MOE_EP_RANKS_PER_GPU", "1")) > 1
 
 
 def device_barrier(group: Group) -> tuple[Callable[[], None], str]:

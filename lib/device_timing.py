@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lib.contract import NotCaptured, Phase, Session
+from lib.knob_types import UNTIMED
 from lib.timing import (
     PIPELINED_CHAINS,
     PIPELINED_DROPPED,
@@ -26,6 +27,7 @@ from lib.timing import (
     main_phases,
     repeatable_phases,
     timed_names,
+    untimed,
 )
 
 NS_PER_US = 1000.0
@@ -319,4 +321,4 @@ def captured_call(session: Session, tools: DeviceTools) -> Callable[[], None]:
     return replay
 
 
-METHODS = {"e2e": e2e, "e2e_pipelined": e2e_pipelined, "graph": graph, "kernel": kernel}
+METHODS = {"e2e": e2e, "e2e_pipelined": e2e_pipelined, "graph": graph, "kernel": kernel, UNTIMED: untimed}

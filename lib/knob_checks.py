@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lib import mega_knobs, nic
-from lib.knob_types import ALL, or_list, shown
+from lib.knob_types import ALL, UNTIMED, or_list, shown
 from lib.routing_spec import check_routing, check_routing_file, parse_routing
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 TOPK_MAX = 32  # a warp's lanes: the libraries' kernels hold a token's choices in one warp
 CPU_RANKS_MAX = 64
 NODE_GPUS = 8  # counts up to a full node are proposed
-COLD_TIMINGS = ("e2e", "kernel")
+TIMING_FIELDS = {"TIMING": "timing", "MEGA_TIMING": "mega_timing"}
+COLD_TIMINGS = ("e2e", "kernel", UNTIMED)
 
 STRICT_PREFIXES = ("MEGA_", "SEQ_LEN")
 # Read by FlashInfer's moe_ep itself, so not a typing error; all that we say is that they are set.
@@ -93,15 +94,37 @@ def gpus_are_there(draft: Draft) -> Iterator[str]:
     if knobs.gpus == draft.facts.local_world_size:
         return  # one task a GPU: a launcher may show each task its own GPU only
     named = len(device_entries(draft.devices)) if draft.devices is not None else 0
-    if 0 < named < knobs.gpus and draft.given("GPUS"):
+    if 0 < named * knobs.ranks_per_gpu < knobs.gpus and draft.given("GPUS"):
         yield (
             f"CUDA_VISIBLE_DEVICES={shown(draft.devices or '')}: names {named} of the GPUS={knobs.gpus} asked for; "
             f"name {knobs.gpus} or set GPUS={named}"
         )
-    elif there and knobs.gpus > there:
-        yield f"GPUS={knobs.gpus}: there are only {there} GPUs; GPUS={there} or fewer work"
+    elif there and knobs.gpus > there * knobs.ranks_per_gpu:
+        few, shared = there * knobs.ranks_per_gpu, f", {knobs.ranks_per_gpu} ranks each" * (knobs.ranks_per_gpu > 1)
+        yield f"GPUS={knobs.gpus}: there are only {there} GPUs{shared}; GPUS={few} or fewer work"
     elif not there and knobs.gpus > CPU_RANKS_MAX:
         yield f"GPUS={knobs.gpus}: at most {CPU_RANKS_MAX} ranks run on a CPU; GPUS={CPU_RANKS_MAX} or fewer work"
+
+
+def share_gpus(values: dict[str, Any], given: set[str], visible: MachineFacts) -> None:
+    """RANKS_PER_GPU above 1: as many ranks by default as fit, and no timing that was not asked for."""
+    if not visible.gpu_count:
+        values["ranks_per_gpu"] = 1
+    if values["ranks_per_gpu"] == 1:
+        return
+    if "GPUS" not in given and visible.local_world_size is None:
+        values["gpus"] *= values["ranks_per_gpu"]
+    for knob, name in TIMING_FIELDS.items():
+        values[name] = values[name] if knob in given else (UNTIMED,)
+
+
+def shared_gpus_are_not_timed(draft: Draft) -> Iterator[str]:
+    """What a rank waits for would be the other's time slice."""
+    count = draft.knobs.ranks_per_gpu
+    for knob, name in TIMING_FIELDS.items() if count > 1 else ():
+        if timed := [timing for timing in getattr(draft.knobs, name) if timing != UNTIMED]:
+            what = f"{knob}={' '.join(timed)}: ranks that share a GPU (RANKS_PER_GPU={count}) are checked, not timed"
+            yield f"{what}; set {knob}={UNTIMED} or RANKS_PER_GPU=1"
 
 
 def fit_gpus(values: dict[str, Any], changed: set[str]) -> None:
@@ -234,10 +257,11 @@ def some_nic_is_left(draft: Draft) -> Iterator[str]:
 
 # Each check with the fields it stands on: it is left out while one of them is wrong by itself.
 OF_NIGHTLY = ("BASELINE", "STARTS", "KEEP")
-GPU_ONLY = ("L2", "PEAKS", "ITERS_PER_GRAPH")
+GPU_ONLY = ("RANKS_PER_GPU", "L2", "PEAKS", "ITERS_PER_GRAPH")
 CHECKS: tuple[tuple[Check, tuple[str, ...]], ...] = (
     (devices_exist, ()),
-    (gpus_are_there, ("gpus",)),
+    (gpus_are_there, ("gpus", "ranks_per_gpu")),
+    (shared_gpus_are_not_timed, ("ranks_per_gpu", "timing", "mega_timing")),
     (experts_divide, ("gpus", "nnodes", "num_experts")),
     (topk_within_experts, ("topk",)),
     (sweep_range, ("seq_lens", "seq_len_min", "seq_len_max")),

@@ -31,6 +31,7 @@ HIDDEN_MULTIPLE = 16  # a bf16 row of 16 elements is 32 bytes, the widest aligne
 DID_YOU_MEAN_CUTOFF = 0.6
 MOST_SECONDS = 10_000_000  # 116 days; process groups count milliseconds in 32 bits beyond twice that
 SHOWN_CHARACTERS = 80
+UNTIMED = "none"  # the value of TIMING and MEGA_TIMING that checks only
 OBJECT_EXAMPLE = 'give an object like {"flag_batch": 4}, or auto, or leave it unset'
 
 

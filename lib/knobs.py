@@ -17,6 +17,7 @@ from typing import Any
 from lib import knob_checks as checks
 from lib import knob_types as parse
 from lib.gate import MAX_NIGHTS, MAX_STARTS, MIN_NIGHTS, MIN_STARTS
+from lib.knob_types import UNTIMED
 from lib.knob_types import MachineFacts as MachineFacts
 from lib.launcher import detect_launcher
 from lib.talk import say, show
@@ -32,8 +33,8 @@ COMM_BACKENDS = "torch symm deepep deepep_v2 nccl_ep flashinfer mscclpp mori"
 MEGA_BACKENDS = "deep_gemm_mega mxfp8_cutedsl nvfp4_cutedsl"
 SM90_MEGA_BACKENDS = "sm90_push_fp8 sm90_pull_fp8"
 FOR_SCRIPTS = "python comm_python fi_python out_dir dry_run resume debug starts keep baseline nnodes".split()
-TIMINGS = ("e2e", "e2e_pipelined", "kernel", "graph")
-MEGA_TIMINGS = TIMINGS[:3]
+TIMINGS = ("e2e", "e2e_pipelined", "kernel", "graph", UNTIMED)
+MEGA_TIMINGS = ("e2e", "e2e_pipelined", "kernel", UNTIMED)
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,9 @@ KNOBS: tuple[Knob, ...] = (
     Knob("VLLM_MEGA", "1", WHAT, "`0` leaves `vllm_mega` out when SECTION is `all`", parse.flag),
     Knob("GPUS", "4, or the visible number if fewer, or the largest below that divides NUM_EXPERTS; CPU: 2", WHAT,
          "ranks on this node, one a GPU (= DP = EP); has to divide NUM_EXPERTS", parse.integer(1), _gpus),
+    Knob("RANKS_PER_GPU", "1", WHAT,
+         "ranks that share a GPU: above 1 rows are checked and not timed (TIMING=none), and GPUS still counts ranks",
+         parse.integer(1)),
     Knob("CUDA_VISIBLE_DEVICES", "all", WHAT,
          "which GPUs, order included: the first GPUS of them are used; ignored where there is no GPU",
          _text, "", unset=None),
@@ -138,7 +142,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("MEGA_KNOBS", "unset", MEGA,
          "`auto` = online autotune at the first forward; a JSON object replaces the heuristic; unset = heuristic",
          parse.auto_or_json_object, "", unset=None, read_by=FI_MEGA),
-    Knob("MEGA_TIMING", "e2e", MEGA, "`e2e`, `e2e_pipelined`, `kernel`, one or a list; of `fi_mega` and `vllm_mega`",
+    Knob("MEGA_TIMING", "e2e", MEGA, "`e2e`, `e2e_pipelined`, `kernel`, `none` (checks only), one or a list; of `fi_mega` and `vllm_mega`",
          parse.some_of(*MEGA_TIMINGS), read_by=MEGA_TIMED),
     Knob("MEGA_IKR", "0", MEGA, "`1` = reduce FC2 in the kernel (the cutedsl backends, sm90_pull_fp8); suffix `+ikr`",
          parse.flag, read_by=FI_MEGA),
@@ -149,7 +153,8 @@ KNOBS: tuple[Knob, ...] = (
          parse.flag, read_by=MEGA_TIMED),
 
     Knob("TIMING", "e2e", HOW,
-         "`e2e`, `e2e_pipelined`, `kernel`, `graph`, one or a list; of `ref`, `vllm_split` and `comm`",
+         "`e2e`, `e2e_pipelined`, `kernel`, `graph`, `none` (checks only), one or a list; of `ref`, `vllm_split` and "
+         "`comm`",
          parse.some_of(*TIMINGS), read_by=TIMED),
     Knob("WARMUP", "20", HOW, "untimed iterations", parse.integer(0)),
     Knob("ITERS", "50", HOW, "timed iterations", parse.integer(1)),
@@ -199,6 +204,7 @@ class Knobs:
     all_sections: bool  # SECTION was `all`: `sections` holds every one, none asked for by name
     vllm_mega: bool
     gpus: int
+    ranks_per_gpu: int
     cuda_visible_devices: str | None  # None: unset, or ignored because there is no GPU
     algos: tuple[str, ...]
     dry_run: bool
@@ -332,11 +338,12 @@ def parse_knobs(env: Mapping[str, str], facts: MachineFacts, sweep: bool = False
     devices = env.get("CUDA_VISIBLE_DEVICES")  # the one knob whose empty text has a meaning
     visible = checks.visible_facts(facts, devices)
     reading = _read(env, visible)
+    given = {name for name in names if env.get(name, "").strip()} | ({"CUDA_VISIBLE_DEVICES"} & env.keys())
     _settle(reading.values)
+    checks.share_gpus(reading.values, given, visible)
     if not env.get("GPUS", "").strip() and facts.local_world_size is None:
         checks.fit_gpus(reading.values, reading.changed)
     reading.values["cuda_visible_devices"] = devices.strip() if devices is not None and facts.gpu_count else None
-    given = {name for name in names if env.get(name, "").strip()} | ({"CUDA_VISIBLE_DEVICES"} & env.keys())
     knobs = Knobs(**reading.values, given=frozenset(given))
     draft = checks.Draft(knobs, facts, visible, devices, frozenset(reading.errors), reading.changed, sweep)
     errors = [*reading.errors.values(), *checks.contradictions(draft), *checks.unknown_names(env, names)]
@@ -366,9 +373,8 @@ def check(env: Mapping[str, str], sweep: bool) -> int:
     for notice in knobs.notices:
         say(f"notice: {notice}")
     follower = f"follower={int(detect_launcher(env).placed(knobs).follower)}"  # of node 0, which alone keeps files
-    sys.stdout.write(
-        "\n".join([*shell_lines(knobs), follower]) + "\n"
-    )  # for the scripts: unlike show, it may not get lost
+    # for the scripts: unlike show, it may not get lost
+    sys.stdout.write("\n".join([*shell_lines(knobs), follower]) + "\n")
     return 0
 
 

@@ -72,10 +72,10 @@ class Machine:
     def device(self) -> str:
         return self.gpus[0].name if self.gpus else f"CPU ({self.cpu}, {self.cores} cores)"
 
-    def rank_bytes(self, local_ranks: int) -> int:
-        """Memory that one rank may take: the free memory of the fullest GPU, or its share of the host's."""
+    def rank_bytes(self, local_ranks: int, ranks_per_gpu: int = 1) -> int:
+        """Memory that one rank may take: its share of the fullest GPU's free memory, or of the host's."""
         if self.gpus:
-            return min(gpu.free_bytes for gpu in self.gpus)
+            return min(gpu.free_bytes for gpu in self.gpus) // ranks_per_gpu
         return self.available_bytes // max(local_ranks, 1)
 
     def has(self, module: str) -> bool:

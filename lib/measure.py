@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lib import stats, timing, traffic
 from lib.check import Checker
 from lib.contract import Engine, Group, Session, Unsupported
+from lib.knob_types import UNTIMED
 from lib.plan import Case
 from lib.problem import TIMED_PAYLOAD, Inputs, token_payload
 from lib.roofline import Peaks, sol_columns
@@ -178,7 +179,7 @@ def ok_result(bound: Bound, bench: Bench, everyone: list[timing.Samples], acc_lo
     reason = f"kernel: {session.kernel_note}" if timed_kernel and session.kernel_note else ""
     samples = raw_samples(everyone) | {"facts": session.facts()}
     result: dict[str, Any] = {"status": "ok", "reason": reason, "columns": columns, "samples": samples}
-    if bench.group.device.type == "cuda":
+    if bench.group.device.type == "cuda" and bound.method != UNTIMED:
         add_kernel_times(result, session, bench)
     return result
 
@@ -186,7 +187,7 @@ def ok_result(bound: Bound, bench: Bench, everyone: list[timing.Samples], acc_lo
 def row_columns(bound: Bound, bench: Bench, everyone: list[timing.Samples]) -> dict[str, Any]:
     """What the times, the counted bytes and the session itself say of a case."""
     case, session, method, knobs = bound.case, bound.session, bound.method, bench.knobs
-    times = time_columns(method, bound.tokens(), everyone)
+    times = {} if method == UNTIMED else time_columns(method, bound.tokens(), everyone)
     return {
         **times,
         **byte_and_rate_columns(case, session, bound.routing, times, bench.peaks),
@@ -197,7 +198,7 @@ def row_columns(bound: Bound, bench: Bench, everyone: list[timing.Samples]) -> d
         "quant_included": session.quant_included,
         "staging_included": session.staging_included,
         "transport": session.transport(),
-        "timer": "monotonic" if bench.group.device.type == "cpu" else "cuda_event",
+        "timer": None if not times else "monotonic" if bench.group.device.type == "cpu" else "cuda_event",
         "versions": versions_text(session),
         "tainted": knobs.trace != "0",
     }
@@ -305,17 +306,19 @@ def byte_and_rate_columns(
         copies = traffic.to_every_node(copies, tokens, case.problem.nodes)
     formats = (session.dispatch_format, session.combine_format)
     legs = (times.get("dispatch_us"), times.get("combine_us"))
+    p50_us = times.get("lat_us_p50")
     columns: dict[str, Any] = {
         "routing_sha": routing.sha,
         "load_max_over_mean": routing.load_max_over_mean,
         **traffic.byte_columns(copies, case.problem, *formats),
         **traffic.bandwidth_columns(copies, case.problem, *formats, *legs),
-        **sol_columns(case.problem, copies, session, peaks, times["lat_us_p50"]),
     }
-    if session.kind == "moe":
+    if p50_us is not None:
+        columns |= sol_columns(case.problem, copies, session, peaks, p50_us)
+    if p50_us is not None and session.kind == "moe":
         routed = int(copies.selection.sum()) / case.problem.world
         flops = MOE_FLOPS_PER_WEIGHT * routed * 3 * case.problem.inter * case.problem.hidden
-        columns["tflops"] = flops / times["lat_us_p50"] / 1e6 if flops else None
+        columns["tflops"] = flops / p50_us / 1e6 if flops else None
     return columns
 
 
@@ -330,6 +333,8 @@ def versions_text(session: Session) -> str:
 
 def raw_samples(everyone: list[timing.Samples]) -> dict[str, Any]:
     """What JSONL keeps: series by rank, and the drift of each pipelined chain."""
+    if not everyone[0].total:
+        return {}
     raw: dict[str, Any] = {
         "total_us": [samples.total for samples in everyone],
         "rank0_p50_us": median(everyone[0].total),

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from lib.contract import OK, Backend, Support, Variant, missing, unsupported
+from lib.knob_types import UNTIMED
 from lib.problem import Problem
 from lib.provenance import file_digest, library_environment, software
 from lib.routing_spec import parse_routing
@@ -20,16 +21,16 @@ if TYPE_CHECKING:
     from lib.machine import Machine
 
 GB = 1e9
-CPU_TIMINGS = ("e2e", "e2e_pipelined")
+CPU_TIMINGS = ("e2e", "e2e_pipelined", UNTIMED)
 HARNESS_COPIES = 12  # [T, H] float32 that check and oracle hold beside the session: payloads, references, outputs
 
 # Knobs that a row's repro line always names, and those that it names if the user gave them.
 ALWAYS = "WARMUP ITERS ROUTING SEED CHECK_REPEATS L2".split()
 IF_GIVEN = (
-    "ITERS_PER_GRAPH EXCLUDE_QUANT MEGA_ACC PEAKS TRACE PYTHON COMM_PYTHON FI_PYTHON SETUP_TIMEOUT_S TIMEOUT_S NIC"
+    "RANKS_PER_GPU ITERS_PER_GRAPH EXCLUDE_QUANT MEGA_ACC PEAKS TRACE PYTHON COMM_PYTHON FI_PYTHON SETUP_TIMEOUT_S TIMEOUT_S NIC"
 ).split()
 # What makes two cases of one shape different measurements, beside shape, variant and timing.
-MEASURING = "warmup iters iters_per_graph l2 check_repeats mega_acc exclude_quant trace peaks nic".split()
+MEASURING = "ranks_per_gpu warmup iters iters_per_graph l2 check_repeats mega_acc exclude_quant trace peaks nic".split()
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,9 @@ def verdict(
     support = backend.supports(variant, machine, problem, knobs)
     if support.status in ("skipped", "unsupported"):
         return support
-    need, there, why = need_bytes(backend, variant, problem), machine.rank_bytes(knobs.gpus), ""
+    need, there, why = need_bytes(backend, variant, problem), machine.rank_bytes(knobs.gpus, knobs.ranks_per_gpu), ""
     if machine.vendor == "cpu" and timing not in CPU_TIMINGS:
-        why = f"TIMING={timing} needs a GPU; on a CPU there are {' and '.join(CPU_TIMINGS)}"
+        why = f"TIMING={timing} needs a GPU; on a CPU there are {', '.join(CPU_TIMINGS)}"
     elif need > there:
         why = (
             f"needs {need / GB:.1f} GB a rank, {there / GB:.1f} GB is free (TOKENS={problem.tokens} "

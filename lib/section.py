@@ -17,6 +17,7 @@ from typing import Any
 from lib.follower import follow
 from lib.guard import die_with_parent
 from lib.interrupt import SIGNALS, Interrupted
+from lib.knob_types import UNTIMED
 from lib.knobs import KnobErrors, Knobs, parse_knobs
 from lib.launch import Events, Failure, Limits, Request, WorkerGroup
 from lib.launcher import Launcher, detect_launcher, joined_problem
@@ -73,6 +74,8 @@ class Run:
         outcome = f"{status}: {reason}" if reason else status
         if status == "ok" and latency:
             outcome = f"ok, p50 {latency:.1f} us"
+        elif status == "ok":
+            outcome = "ok, checked"
         self.log(f"{label(case)}: {outcome}")
         if status in NOT_RUN:
             self.progress.skip()
@@ -155,7 +158,7 @@ class Run:
                 if not case.support.ok:
                     self.write(case, case.support.status, case.support.reason, {}, {})
             runnable = list(groups(todo))
-            if runnable and self.machine.gpus:
+            if self.machine.gpus and any(case.timing != UNTIMED for group in runnable for case in group):
                 self.peaks = self._find_peaks()
             for group in runnable:
                 self._run_group(group)

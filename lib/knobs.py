@@ -94,7 +94,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("GPUS", "4, or the visible number if fewer, or the largest below that divides NUM_EXPERTS; CPU: 2", WHAT,
          "ranks on this node, one a GPU (= DP = EP); has to divide NUM_EXPERTS", parse.integer(1), _gpus),
     Knob("RANKS_PER_GPU", "1", WHAT,
-         "ranks that share a GPU: above 1 rows are checked and not timed (TIMING=none), and GPUS still counts ranks",
+         "ranks on each GPU (GPUS counts ranks): above 1, rows are checked and not timed (`TIMING=none`)",
          parse.integer(1)),
     Knob("CUDA_VISIBLE_DEVICES", "all", WHAT,
          "which GPUs, order included: the first GPUS of them are used; ignored where there is no GPU",
@@ -142,7 +142,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("MEGA_KNOBS", "unset", MEGA,
          "`auto` = online autotune at the first forward; a JSON object replaces the heuristic; unset = heuristic",
          parse.auto_or_json_object, "", unset=None, read_by=FI_MEGA),
-    Knob("MEGA_TIMING", "e2e", MEGA, "`e2e`, `e2e_pipelined`, `kernel`, `none` (checks only), one or a list; of `fi_mega` and `vllm_mega`",
+    Knob("MEGA_TIMING", "e2e", MEGA, "as TIMING without `graph`; of `fi_mega` and `vllm_mega`",
          parse.some_of(*MEGA_TIMINGS), read_by=MEGA_TIMED),
     Knob("MEGA_IKR", "0", MEGA, "`1` = reduce FC2 in the kernel (the cutedsl backends, sm90_pull_fp8); suffix `+ikr`",
          parse.flag, read_by=FI_MEGA),
@@ -153,8 +153,7 @@ KNOBS: tuple[Knob, ...] = (
          parse.flag, read_by=MEGA_TIMED),
 
     Knob("TIMING", "e2e", HOW,
-         "`e2e`, `e2e_pipelined`, `kernel`, `graph`, `none` (checks only), one or a list; of `ref`, `vllm_split` and "
-         "`comm`",
+         "`e2e`, `e2e_pipelined`, `kernel`, `graph`, one or a list; of `ref`, `vllm_split`, `comm`; `none` checks only",
          parse.some_of(*TIMINGS), read_by=TIMED),
     Knob("WARMUP", "20", HOW, "untimed iterations", parse.integer(0)),
     Knob("ITERS", "50", HOW, "timed iterations", parse.integer(1)),

@@ -20,6 +20,7 @@ from typing import Any
 from lib import history, verdicts
 from lib.gate import MIN_NIGHTS
 from lib.history import BaselineError, Row, night_files, night_folders, read_verdicts, utc, verdict_files, write_whole
+from lib.knob_types import UNTIMED
 from lib.knobs import KNOBS, USAGE_ERROR, KnobErrors, Knobs, parse_knobs, shell_lines
 from lib.machine import all_gpus, detect_facts, visible_gpus
 from lib.preflight import disk_trouble, gpu_troubles
@@ -54,6 +55,10 @@ def check() -> int:
         return USAGE_ERROR
     if knobs.nnodes > 1:
         say(f"NNODES={knobs.nnodes}: a night runs on one node; start ./nightly.sh on each with NNODES unset")
+        return USAGE_ERROR
+    if UNTIMED in {*knobs.timing, *knobs.mega_timing}:
+        knob = f"RANKS_PER_GPU={knobs.ranks_per_gpu}" if knobs.ranks_per_gpu > 1 else f"TIMING={UNTIMED}"
+        say(f"{knob}: a night judges durations, and this measures none; leave it unset")
         return USAGE_ERROR
     for notice in knobs.notices:
         if notice.partition(":")[0] not in NIGHT_KNOBS:

@@ -27,7 +27,8 @@ HARNESS_COPIES = 12  # [T, H] float32 that check and oracle hold beside the sess
 # Knobs that a row's repro line always names, and those that it names if the user gave them.
 ALWAYS = "WARMUP ITERS ROUTING SEED CHECK_REPEATS L2".split()
 IF_GIVEN = (
-    "RANKS_PER_GPU ITERS_PER_GRAPH EXCLUDE_QUANT MEGA_ACC PEAKS TRACE PYTHON COMM_PYTHON FI_PYTHON SETUP_TIMEOUT_S TIMEOUT_S NIC"
+    "RANKS_PER_GPU ITERS_PER_GRAPH EXCLUDE_QUANT MEGA_ACC PEAKS TRACE PYTHON COMM_PYTHON FI_PYTHON "
+    "SETUP_TIMEOUT_S TIMEOUT_S NIC"
 ).split()
 # What makes two cases of one shape different measurements, beside shape, variant and timing.
 MEASURING = "ranks_per_gpu warmup iters iters_per_graph l2 check_repeats mega_acc exclude_quant trace peaks nic".split()

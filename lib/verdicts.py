@@ -13,6 +13,7 @@ from typing import Any
 
 from lib import gate
 from lib.history import MARKS, BaselineError, Row, machine_key, read_verdicts, verdict_files
+from lib.knob_types import UNTIMED
 from lib.repro import asked_timing, options
 from lib.rows import NOT_RUN
 from lib.verdict_text import NO_NEW_ROW, VERDICTS, Verdict, one_line
@@ -222,9 +223,10 @@ def judge_all(
 ) -> tuple[list[Verdict], list[Verdict]]:
     """Verdicts, worst first, and those of rows that should be run again before they are believed.
 
-    `starts`: those that were made tonight, whether or not they have rows.
+    Rows that were checked only (TIMING=none) have no figure and no verdict. `starts`: those that were made tonight,
+    whether or not they have rows.
     """
-    base, tonight = grouped(old), grouped(new)
+    base, tonight = (grouped(row for row in rows if row["timing"] != UNTIMED) for rows in (old, new))
     add_lost_rows(tonight, set(starts))
     pairs = pair_leftovers(base, tonight)
     paired, verdicts, suspects = set(pairs.values()), [], []

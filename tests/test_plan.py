@@ -151,7 +151,7 @@ def test_groups_hold_every_runnable_case_once() -> None:
 @pytest.mark.parametrize("timing", ["kernel", "graph"])
 def test_a_cpu_has_no_timing_that_needs_a_gpu(timing: str) -> None:
     case = case_of(ref.SECTION, cpu(), parsed(CPU, TIMING=timing))
-    assert case.support == unsupported(f"TIMING={timing} needs a GPU; on a CPU there are e2e and e2e_pipelined")
+    assert case.support == unsupported(f"TIMING={timing} needs a GPU; on a CPU there are e2e, e2e_pipelined, none")
 
 
 def test_more_memory_than_there_is_gets_a_verdict_in_gb() -> None:
@@ -206,7 +206,7 @@ def test_shape_and_timing_come_before_a_missing_package_which_is_named_all_the_s
     assert case_of(ref.SECTION, bare, parsed()).support == Support("missing", absent)
     timing = case_of(ref.SECTION, bare, parsed(TIMING="graph")).support
     assert timing.status == "unsupported"
-    assert timing.reason.endswith(f"on a CPU there are e2e and e2e_pipelined; {absent}")
+    assert timing.reason.endswith(f"on a CPU there are e2e, e2e_pipelined, none; {absent}")
     memory = case_of(ref.SECTION, bare, parsed(TOKENS="10000000")).support
     assert memory.status == "unsupported"
     assert memory.reason.endswith(f"INTER=256); {absent}")

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from lib.contract import Group
 from lib.device_timing import DeviceTools
+from lib.loaded_nccl import loaded_nccl
 
-NCCL_SHARES_A_GPU = (2, 30)  # two ranks on one device are refused before
+NCCL_SHARES_A_GPU = (2, 30, 0)  # two ranks on one device are refused before
 FLUSH_OF_L2 = 4  # the flush writes this many times the L2, so that no line of the session's data survives
 BARRIER_BYTES = 4096
 
@@ -26,7 +27,7 @@ def cuda_group(rank: int, world: int, local_rank: int, nodes: int, timeout: date
     """
     device = torch.device("cuda", local_rank % torch.cuda.device_count())  # a launcher may show each task its own GPU
     torch.cuda.set_device(device)
-    if shared_gpu() and torch.cuda.nccl.version() < NCCL_SHARES_A_GPU:
+    if shared_gpu() and (loaded_nccl() or NCCL_SHARES_A_GPU) < NCCL_SHARES_A_GPU:
         dist.init_process_group("gloo", timeout=timeout)
     else:
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)

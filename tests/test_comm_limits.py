@@ -13,8 +13,9 @@ import torch.multiprocessing
 from knob_helpers import HOPPER, parsed
 from machine_helpers import machine
 
-from bench.backends import deepep_v2, loaded_nccl, nccl_ep
+from bench.backends import deepep_v2, nccl_ep
 from bench.backends.nccl_ep_limits import capacity, ht_slots, ll_buffer_bytes
+from lib import loaded_nccl
 from lib.contract import Backend, Group, Missing, Support, Unsupported, Variant
 from lib.problem import Problem
 from tests.comm_ranks import CPU, FAKES, PAIR, VARIANTS

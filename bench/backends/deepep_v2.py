@@ -12,7 +12,6 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from bench.backends.loaded_nccl import require_nccl
 from bench.backends.session import (
     FP8_BYTES,
     SCALE_BLOCK,
@@ -23,6 +22,7 @@ from bench.backends.session import (
     weighted,
 )
 from lib.contract import Backend, Engine, Group, Missing, Received, Support, Unsupported, Variant, unsupported
+from lib.loaded_nccl import require_nccl
 from lib.plan import needs_packages
 from lib.problem import Inputs, Problem
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from bench.backends.loaded_nccl import require_nccl
 from bench.backends.nccl_ep_limits import (
     high_throughput_reason,
     ht_memory_bytes,
@@ -23,6 +22,7 @@ from bench.backends.nccl_ep_limits import (
 from bench.backends.nccl_ep_sessions import ExpertSlots, HighThroughput, NcclEpSession, RankSlots
 from bench.backends.session import nvidia_reason
 from lib.contract import Backend, Engine, Group, Missing, Support, Unsupported, Variant, unsupported
+from lib.loaded_nccl import require_nccl
 from lib.plan import needs_packages
 from lib.problem import Inputs, Problem
 

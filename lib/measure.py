@@ -197,7 +197,7 @@ def row_columns(bound: Bound, bench: Bench, everyone: list[timing.Samples]) -> d
         "check": "ok" if case.checked else "skipped",
         "quant_included": session.quant_included,
         "staging_included": session.staging_included,
-        "transport": session.transport(),
+        "transport": transport(session, knobs.ranks_per_gpu),
         "timer": None if not times else "monotonic" if bench.group.device.type == "cpu" else "cuda_event",
         "versions": versions_text(session),
         "tainted": knobs.trace != "0",
@@ -294,6 +294,11 @@ def launch_bound(columns: dict[str, Any], everyone: list[timing.Samples]) -> boo
         backlog_us = median(min(ranks) for ranks in _by_iteration([samples.backlog for samples in everyone]))
         return bool(backlog_us < columns["lat_us_p50"])
     return bool(columns["host_us"] - blocked_us > LAUNCH_BOUND_SHARE * columns["lat_us_p50"])
+
+
+def transport(session: Session, ranks_per_gpu: int) -> str:
+    """What the session names, and that some of it was no link where ranks share a GPU."""
+    return session.transport() + ", ranks share a GPU" * (ranks_per_gpu > 1)
 
 
 def byte_and_rate_columns(

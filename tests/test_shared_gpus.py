@@ -12,7 +12,7 @@ from machine_helpers import GB, machine
 from nights import baseline, night, quiet
 
 from bench import ref
-from lib import nightly, plan
+from lib import measure, nightly, plan
 from lib.knobs import MachineFacts
 from lib.ranks_environment import SHARED_GPU, worker_environment
 from lib.rows import read_rows
@@ -76,6 +76,15 @@ def test_shared_ranks_are_another_case_and_its_repro_line_says_so() -> None:
     assert alone.key != shared.key
     assert "RANKS_PER_GPU" not in alone.repro
     assert "RANKS_PER_GPU=2" in shared.repro
+
+
+def test_a_transport_says_that_no_link_was_used() -> None:
+    class Named:
+        def transport(self) -> str:
+            return "nvlink"
+
+    assert measure.transport(Named(), 1) == "nvlink"  # type: ignore[arg-type]
+    assert measure.transport(Named(), 2) == "nvlink, ranks share a GPU"  # type: ignore[arg-type]
 
 
 # -- a run

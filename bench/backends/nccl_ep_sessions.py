@@ -98,8 +98,9 @@ class NcclEpSession(CommSession):
     def transport(self) -> str:
         if self.group.world == 1:
             return "local"
-        teams = self.engine.comm.n_lsa_teams
-        return "nvlink" if teams == 1 else f"rdma ({teams} NVLink domains, GIN {self.engine.comm.gin_type.name})"
+        # not n_lsa_teams: nccl4py 0.6.0 asks for its properties by a version that libnccl 2.30.7 refuses
+        near = self.engine.comm.team_lsa.n_ranks
+        return "nvlink" if near == self.group.world else f"rdma ({self.group.world // near} NVLink domains)"
 
     def versions(self) -> dict[str, str]:
         return self.engine.versions

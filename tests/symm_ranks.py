@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -146,7 +147,30 @@ def more(name: str, session: Any, group: Group) -> dict[str, Any]:
     session._combine()
     session._combine()
     starts, counts = session.arrivals.tolist()
-    return {"same": again and torch.equal(first, session.output()), "starts": starts, "counts": counts}
+    same = again and torch.equal(first, session.output())
+    return {"same": same, "starts": starts, "counts": counts, "waits": host_waits(session)}
+
+
+def host_waits(session: Any) -> list[str]:
+    """What the staged steps ask of the device: none of it can be in a CUDA graph."""
+    asked: list[str] = []
+
+    def noting(name: str) -> Any:
+        honest = getattr(torch.Tensor, name)
+
+        def ask(tensor: torch.Tensor, *arguments: Any, **more: Any) -> Any:
+            asked.append(name)
+            return honest(tensor, *arguments, **more)
+
+        return patch.object(torch.Tensor, name, ask)
+
+    with ExitStack() as stack:
+        for name in ("tolist", "item", "nonzero", "__bool__", "cpu"):
+            stack.enter_context(noting(name))
+        for phase in session.phases:
+            if phase.name not in ("dispatch", "combine"):  # launches, in which Triton's interpreter asks for itself
+                phase.fn()
+    return asked
 
 
 def rank_main(rank: int, world: int, folder: str) -> None:

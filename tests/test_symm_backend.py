@@ -63,6 +63,11 @@ def test_calls_and_lone_combines_repeat_bit_by_bit(pair: list[dict[str, Any]], v
     assert [found["more"][variant]["same"] for found in pair] == [True, True]
 
 
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if not name.startswith("symm ")])
+def test_a_graph_may_hold_the_staged_steps(pair: list[dict[str, Any]], variant: str) -> None:
+    assert [found["more"][variant]["waits"] for found in pair] == [[], []]
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_ht_leaves_no_gap_between_the_sources_and_ll_gives_each_a_region(
     pair: list[dict[str, Any]], variant: str

@@ -10,7 +10,7 @@ waits for the host and the receive buffers stay where they are, so every call ca
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench.backends.session import CommSession, device_sms, local_weight, nvidia_reason, spoil, stand_still, weighted
 from bench.backends.symm_launch import Launcher
@@ -32,6 +32,13 @@ BF16_BYTES = 2
 MOST_SMS = 256  # more than any GPU has, for the size of the flags
 CPU_PROGRAMS = 4  # under Triton's interpreter
 SM = {"bf16": (8, 0), "fp8": (8, 9)}  # Triton converts to e4m3 from sm_89 on
+
+
+class Move(NamedTuple):
+    """Received rows `rows` [n] int64, staged at `places` [n] int64."""
+
+    rows: torch.Tensor
+    places: torch.Tensor
 
 
 class SymmSession(CommSession):
@@ -59,6 +66,7 @@ class SymmSession(CommSession):
         self.index = torch.full((received, problem.topk), -1, dtype=torch.int32, device=device)
         self.out = torch.zeros_like(inputs.x)
         self.keep((engine.arena.views["rows"], engine.arena.views["scales"] if fp8 else None))
+        self.moves: list[Move] = []
         self.launcher = Launcher(self)
         self._dispatch_fresh()
 
@@ -90,29 +98,43 @@ class SymmSession(CommSession):
         return torch.cat(spans).to(self.inputs.x.device)
 
     def _identity(self) -> None:
-        """Stage what identity experts leave: a row a copy, weighted, or unweighted one a chosen expert, by expert."""
+        """Stage what identity experts leave: a row a copy, weighted, or unweighted one a chosen expert, by expert.
+
+        Where each row goes is settled by the first call: rows lie by source and token in every dispatch of a routing.
+        Later calls ask the device nothing, so that a graph may hold the staged steps.
+        """
+        ids, weights = self.arena.views["ids"], self.arena.views["weights"]
+        if not self.moves:
+            self.moves = self._expert_moves() if self.weighted else self._row_moves()
+        for rows, places in self.moves:
+            factor = weights.new_ones(len(rows), 1) if self.weighted else local_weight(ids[rows] >= 0, weights[rows])
+            assert self.staged is not None
+            made = self.staged.new_empty(len(rows), self.problem.hidden)
+            weighted(self._taken(rows), factor, None if self.scales is None else self.scales[rows], made)
+            self.staged[places] = made
+
+    def _row_moves(self) -> list[Move]:
+        """Every row that came stays at its number."""
         import torch
 
-        rows, views = self.arrived(), self.arena.views
-        ids = views["ids"][rows]
-        if not self.weighted:
-            staged = self.place(torch.Size((len(views["rows"]), self.problem.hidden)))
-            self._stage(rows, rows, local_weight(ids >= 0, views["weights"][rows]), staged)
-            return
-        copy, choice = (ids >= 0).nonzero(as_tuple=True)
-        place = torch.empty_like(copy)
-        place[ids[copy, choice].argsort(stable=True)] = torch.arange(len(copy), device=copy.device)
-        self.index[rows[copy], choice] = place.int()
-        staged = self.place(torch.Size((len(copy), self.problem.hidden)))
-        for number in range(self.problem.topk):  # a choice at a time: all of them at once would double the memory
-            some = choice == number
-            self._stage(rows[copy[some]], place[some], torch.ones(int(some.sum()), 1, device=copy.device), staged)
+        rows = self.arrived()
+        self.place(torch.Size((len(self.arena.views["rows"]), self.problem.hidden)))
+        return [Move(rows, rows)]
 
-    def _stage(self, rows: torch.Tensor, places: torch.Tensor, factor: torch.Tensor, staged: torch.Tensor) -> None:
-        """staged[places] = received rows x factor [n, 1], in bf16."""
-        made = staged.new_empty(len(rows), self.problem.hidden)
-        weighted(self._taken(rows), factor, None if self.scales is None else self.scales[rows], made)
-        staged[places] = made
+    def _expert_moves(self) -> list[Move]:
+        """A row a chosen expert, grouped by expert; a move a choice: all at once would double the memory."""
+        import torch
+
+        rows = self.arrived()
+        ids = self.arena.views["ids"][rows]
+        copy, choice = (ids >= 0).nonzero(as_tuple=True)
+        places = torch.empty_like(copy)
+        places[ids[copy, choice].argsort(stable=True)] = torch.arange(len(copy), device=copy.device)
+        self.index[rows[copy], choice] = places.int()
+        self.place(torch.Size((len(copy), self.problem.hidden)))
+        return [
+            Move(rows[copy[some]], places[some]) for some in (choice == number for number in range(self.problem.topk))
+        ]
 
     def _taken(self, rows: torch.Tensor) -> torch.Tensor:
         """Some received rows; as integers, since PyTorch indexes no float8 on a CPU."""

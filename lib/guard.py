@@ -19,12 +19,21 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 POLL_S = 0.05
 
 
+class NotItsChildError(Exception):
+    """The process that should end with this one's is alive and not its parent: something stands between them."""
+
+
 def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Ask the kernel to signal this process when the parent *thread* ends; leave now if the parent is gone already."""
+    """Ask the kernel to signal this process when the parent *thread* ends; leave now if the parent is gone already.
+
+    Raises NotItsChildError where the parent is another process than `parent_pid`, which lives.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
+        if is_alive(parent_pid):
+            raise NotItsChildError
         os._exit(1)
 
 

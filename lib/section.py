@@ -10,12 +10,13 @@ import os
 import signal
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lib.follower import follow
-from lib.guard import die_with_parent
+from lib.guard import NotItsChildError, die_with_parent
 from lib.interrupt import SIGNALS, Interrupted
 from lib.knob_types import UNTIMED
 from lib.knobs import KnobErrors, Knobs, parse_knobs
@@ -308,6 +309,9 @@ def run_section(section: Section) -> int:
         return _run_section(section)
     except Interrupted:
         return INTERRUPTED_EXIT
+    except NotItsChildError:
+        say(wrapped_python(section.name, os.environ))
+        return USAGE_EXIT
     except KnobErrors as error:
         for line in error.errors:
             say(line)
@@ -332,6 +336,14 @@ def run_section(section: Section) -> int:
         return FAILED_EXIT
     finally:
         SIGNALS.ignore()
+
+
+def wrapped_python(section: str, env: Mapping[str, str]) -> str:
+    """What to tell the user of an interpreter that is a script with python as its child."""
+    own = {"comm": "COMM_PYTHON", "fi_mega": "FI_PYTHON"}.get(section, "PYTHON")
+    knob = own if env.get(own) else "PYTHON"
+    remedy = 'let it end with `exec python3 "$@"`, and put a tool such as compute-sanitizer in front of ./run.sh'
+    return f"{knob}={env.get(knob, '')}: starts python as its child instead of becoming it; {remedy}"
 
 
 def _run_section(section: Section) -> int:

@@ -116,6 +116,15 @@ def test_a_python_without_torch_is_told_with_the_command_that_brings_it(tmp_path
     assert "pip install torch numpy" in answer.stderr
 
 
+def test_a_python_that_is_a_parent_of_python_is_told_what_to_do(tmp_path: Path) -> None:
+    wrapper = tmp_path / "python"
+    wrapper.write_text(f'#!/bin/sh\n"{sys.executable}" "$@"\nexit $?\n')
+    wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
+    answer = run(SECTION="comm", COMM_PYTHON=str(wrapper), OUT_DIR=str(tmp_path / "out"))
+    assert answer.returncode == 2
+    assert f"COMM_PYTHON={wrapper}: starts python as its child" in answer.stderr
+
+
 def test_an_out_dir_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     answer = run(OUT_DIR=str(tmp_path / "file"), SECTION="fi_mega")

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bench.backends import symm_combine, symm_kernels
-from bench.backends.symm_launch import MAX_COMBINE_ROWS, MAX_ROWS, scan_tokens, tiling
+from bench.backends.symm_launch import MAX_COMBINE_TILE, MAX_TILE, PLAN_TOKENS, PLAN_WARPS, scan_tokens, tiling
 from lib.problem import Problem
 
 TYPES = {"x": "*bf16", "y": "*bf16", "out": "*bf16", "topk_idx": "*i64", "table": "*i64", "topk_weights": "*fp32"}
@@ -40,7 +40,8 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int) -> dict[str, An
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": warps},
     )
-    return {"warps": warps, "ptx": made.asm["ptx"], **resources(made.asm["cubin"])}
+    scans = made.asm["ttir"].count("tt.scan")
+    return {"warps": warps, "ptx": made.asm["ptx"], "scans": scans, **resources(made.asm["cubin"])}
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -57,19 +58,20 @@ def main() -> None:
     found = {}
     for tokens in (8, 128, 4096):
         point = problem(tokens)
-        plan = symm_kernels.FRESH if tokens > 1000 else symm_kernels.UNPLANNED
-        for dtype, rows in MAX_ROWS.items():
-            push = tiling(point, SMS, rows)
-            cut = {"count": push.rows, "groups": push.groups, "scan": scan_tokens(point), "plan": plan}
-            cut["fp8"] = dtype == "fp8"
-            found[f"dispatch {dtype} {tokens}"] = compiled(
+        for (algo, dtype), most in MAX_TILE.items():
+            push = tiling(point, SMS, most)
+            cut = {"count": push.rows, "groups": push.groups, "scan": scan_tokens(point), "fp8": dtype == "fp8"}
+            cut["plan"] = symm_kernels.FRESH if algo == "ht" else symm_kernels.UNPLANNED
+            found[f"dispatch {algo} {dtype} {tokens}"] = compiled(
                 symm_kernels.symm_dispatch, {**SHAPE, **ROUTING, **cut}, push.warps
             )
-        back = tiling(point, SMS, MAX_COMBINE_ROWS)
+        back = tiling(point, SMS, MAX_COMBINE_TILE)
         for weighted in (False, True):
             cut = {"count": back.rows, "groups": back.groups, "tiles": back.tiles, "lag": back.lag}
             name = f"combine {'weighted' if weighted else 'plain'} {tokens}"
             found[name] = compiled(symm_combine.symm_combine, {**SHAPE, **cut, "weighted": weighted}, back.warps)
+    scanning = {"count": PLAN_TOKENS, "scan": scan_tokens(problem(4096))}
+    found["plan"] = compiled(symm_kernels.symm_plan, {**SHAPE, **ROUTING, **scanning}, PLAN_WARPS)
     json.dump(found, sys.stdout)
 
 

@@ -21,7 +21,7 @@ import torch.multiprocessing
 pytest.importorskip("triton")
 
 from bench.backends.symm import SymmBackend
-from bench.backends.symm_launch import MAX_ROWS, tiling
+from bench.backends.symm_launch import MAX_TILE, tiling
 from bench.backends.symm_memory import ALIGNMENT, fields, most_flags, rank_lanes
 from tests.library_ranks import SHAPES
 from tests.machine_helpers import h200_pair, machine
@@ -96,14 +96,14 @@ def test_the_flags_are_enough_for_the_smallest_chunks() -> None:
     for tokens in (1, 8, 128, 4096):
         for hidden in (128, 640, 7168):
             problem = replace(PAIR, tokens=tokens, hidden=hidden)
-            cut = tiling(problem, 132, MAX_ROWS["bf16"])
+            cut = tiling(problem, 132, MAX_TILE["ht", "bf16"])
             chunks = -(-tokens // cut.rows) * -(-hidden // (cut.groups * 128))
             assert chunks <= most_flags(4096, hidden)
 
 
 @pytest.mark.parametrize(("tokens", "rows", "warps"), [(0, 1, 4), (8, 1, 4), (128, 8, 32), (4096, 32, 32)])
 def test_tiles_grow_with_the_tokens(tokens: int, rows: int, warps: int) -> None:
-    cut = tiling(replace(PAIR, tokens=tokens, hidden=7168), 132, MAX_ROWS["bf16"])
+    cut = tiling(replace(PAIR, tokens=tokens, hidden=7168), 132, MAX_TILE["ht", "bf16"])
     assert (cut.rows, cut.groups, cut.warps) == (rows, 8, warps)
 
 
@@ -161,14 +161,21 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_no_kernel_spills_and_each_fits_an_sm(kernels: dict[str, Any]) -> None:
-    assert len(kernels) == 12
+    assert len(kernels) == 19
     for name, made in kernels.items():
         assert made["STACK"] == made["LOCAL"] == 0, name
         assert made["REG"] * made["warps"] * THREADS <= REGISTERS, name
 
 
+def test_no_kernel_scans(kernels: dict[str, Any]) -> None:
+    """Triton 3.6 compiles tl.cumsum wrongly where neighbouring threads hold copies of one element (docs/symm.md)."""
+    assert {name: made["scans"] for name, made in kernels.items() if made["scans"]} == {}
+
+
 def test_rows_move_sixteen_bytes_at_a_time(kernels: dict[str, Any]) -> None:
     for name, made in kernels.items():
+        if name == "plan":
+            continue
         assert "ld.global.v4.b32" in made["ptx"], name
         assert "st.global.v4.b32" in made["ptx"] or ("fp8" in name and "st.global.v2.b32" in made["ptx"]), name
 
@@ -176,4 +183,5 @@ def test_rows_move_sixteen_bytes_at_a_time(kernels: dict[str, Any]) -> None:
 def test_flags_are_released_and_acquired_at_system_scope(kernels: dict[str, Any]) -> None:
     for name, made in kernels.items():
         assert "sys.release" in made["ptx"] or "release.sys" in made["ptx"], name
-        assert "sys.acquire" in made["ptx"] or "acquire.sys" in made["ptx"], name
+        waits = "sys.acquire" in made["ptx"] or "acquire.sys" in made["ptx"]
+        assert waits == (name != "plan"), name

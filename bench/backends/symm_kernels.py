@@ -57,6 +57,17 @@ def _destinations(
 
 
 @triton.jit
+def _sum_before(values, count: tl.constexpr):
+    """Element i of the first axis becomes the sum of those before it; int32 [count, lanes].
+
+    Not tl.cumsum: where a thread's neighbours hold copies of its row, Triton 3.6 adds from the wrong lanes (symm.md).
+    """
+    place = tl.arange(0, count)
+    earlier = place[None, :] < place[:, None]
+    return tl.sum(tl.where(earlier[:, :, None], values[None, :, :], 0), 1)
+
+
+@triton.jit
 def _ordinals(
     topk_idx, tokens, first, local_experts: tl.constexpr, topk: tl.constexpr,
     count: tl.constexpr, lanes: tl.constexpr, rank_lanes: tl.constexpr, scan: tl.constexpr,
@@ -72,7 +83,7 @@ def _ordinals(
         sums += (bits[:, None] >> ranks[None, :]) & 1
     bits = _destinations(topk_idx, tokens, first, local_experts, topk, count, lanes)
     goes = (bits[:, None] >> ranks[None, :]) & 1
-    return goes, tl.sum(sums, 0)[None, :] + tl.cumsum(goes, 0) - goes
+    return goes, tl.sum(sums, 0)[None, :] + _sum_before(goes, count)
 
 
 @triton.jit
@@ -176,7 +187,8 @@ def _planned_starts(
     if program == 0:
         mine = tl.sum(tl.where(ranks[None, :] == rank, matrix, 0), 1)
         tl.store(starts + ranks, start, mask=ranks < world)
-        tl.store(arrivals + ranks, tl.cumsum(mine, 0) - mine, mask=ranks < world)
+        earlier = tl.sum(tl.where(ranks[:, None] < ranks[None, :], mine[:, None], 0), 0)
+        tl.store(arrivals + ranks, earlier, mask=ranks < world)
         tl.store(arrivals + world + ranks, mine, mask=ranks < world)
     return start
 

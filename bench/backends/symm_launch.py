@@ -11,11 +11,18 @@ from lib.problem import Problem
 if TYPE_CHECKING:
     from bench.backends.symm import SymmSession
 
-PLAN_TOKENS, PLAN_WARPS = 64, 16  # of a program of symm_plan
+PLAN_TOKENS, PLAN_WARPS = 32, 8  # of a program of symm_plan
 SCAN_TOKENS = 1024  # whose ids a program counts at once; fewer where there are fewer
-MAX_ROWS = {"bf16": 32, "fp8": 16}  # of a tile: what 64 registers a thread hold without a spill (tests/symm_compile.py)
-MAX_COMBINE_ROWS = 16
-MAX_WARPS, LANES = 32, 32
+# Of a dispatch's tile, by mode and wire: most rows, and most warps, without a spill (tests/symm_compile.py). ll counts
+# beside its rows, so it needs 128 registers a thread.
+MAX_TILE: dict[tuple[str | None, str], tuple[int, int]] = {
+    ("ht", "bf16"): (32, 32),
+    ("ht", "fp8"): (16, 32),
+    ("ll", "bf16"): (16, 16),
+    ("ll", "fp8"): (8, 16),
+}
+MAX_COMBINE_TILE = (16, 32)
+LANES = 32
 ACCESS_ELEMENTS = 8  # 16 bytes of bf16
 LAG = 1  # rounds between pushing a chunk and reducing the one that came for it
 
@@ -36,14 +43,17 @@ def power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def tiling(problem: Problem, programs: int, max_rows: int) -> Tiling:
-    """About one item a program while tokens are few, then tiles as tall as registers allow. The same on all ranks."""
+def tiling(problem: Problem, programs: int, most: tuple[int, int]) -> Tiling:
+    """About one item a program while tokens are few, then tiles as tall as registers allow. The same on all ranks.
+
+    `most`: rows and warps.
+    """
     blocks = problem.hidden // SCALE_BLOCK
     groups = min(COLUMN_BLOCK, power_of_two(blocks))
     items = problem.tokens * -(-blocks // groups)
-    rows = min(power_of_two(-(-items // programs)), max_rows)
+    rows = min(power_of_two(-(-items // programs)), most[0])
     warps = rows * groups * SCALE_BLOCK // (ACCESS_ELEMENTS * LANES)
-    return Tiling(rows, groups, min(max(warps, 1), MAX_WARPS))
+    return Tiling(rows, groups, min(max(warps, 1), most[1]))
 
 
 def scan_tokens(problem: Problem) -> int:
@@ -61,8 +71,9 @@ class Launcher:
         problem, self.rank = session.problem, session.group.rank
         self.world, self.tokens = problem.world, len(session.inputs.x)
         self.lanes = power_of_two(problem.topk)
-        self.push = tiling(problem, self.programs, MAX_ROWS[session.dispatch_format])
-        self.back = tiling(problem, self.programs, MAX_COMBINE_ROWS)
+        wire = session.engine.variant.algo, session.dispatch_format
+        self.push = tiling(problem, self.programs, MAX_TILE[wire])
+        self.back = tiling(problem, self.programs, MAX_COMBINE_TILE)
         self.shape = {"world": self.world, "topk": problem.topk}
         self.routing = {
             "local_experts": problem.local_experts,

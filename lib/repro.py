@@ -6,8 +6,12 @@ import re
 from collections.abc import Mapping
 
 ASKED_TIMING = re.compile(r"\b(?:MEGA_)?TIMING=(\S+)")
-# MEGA_KNOBS and the like, NIC, and EXCLUDE_QUANT where it is on; what is checked or listed changes no figure.
-OPTION = re.compile(r"(?:^| )((?:MEGA_(?!TIMING|LIST|ACC)[A-Z_]+|NIC|EXCLUDE_QUANT(?==1))=(?:'[^']*'|\S*))")
+# MEGA_KNOBS and the like, NIC, EXCLUDE_QUANT where it is on, ranks that share a GPU; what is checked or listed changes
+# no figure.
+OPTION = re.compile(
+    r"(?:^| )((?:MEGA_(?!TIMING|LIST|ACC)[A-Z_]+|NIC|EXCLUDE_QUANT(?==1)|RANKS_PER_GPU(?!=1\b))=(?:'[^']*'|\S*))"
+)
+MAY_HOLD_ONE = ("MEGA_", "NIC=", "EXCLUDE_QUANT=", "RANKS_PER_GPU=")
 
 
 def asked_timing(row: Mapping[str, str]) -> str:
@@ -18,6 +22,6 @@ def asked_timing(row: Mapping[str, str]) -> str:
 
 def options(row: Mapping[str, str]) -> str:
     text = row["repro"]
-    if "MEGA_" not in text and "NIC=" not in text and "EXCLUDE_QUANT=" not in text:
+    if not any(name in text for name in MAY_HOLD_ONE):
         return ""  # most rows, of which there may be ten thousand
     return " ".join(OPTION.findall(text))

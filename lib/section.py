@@ -340,7 +340,7 @@ def run_section(section: Section) -> int:
 
 def wrapped_python(section: str, env: Mapping[str, str]) -> str:
     """What to tell the user of an interpreter that is a script with python as its child."""
-    own = {"comm": "COMM_PYTHON", "fi_mega": "FI_PYTHON"}.get(section, "PYTHON")
+    own = f"{section.partition('_')[0].upper()}_PYTHON"  # COMM_PYTHON, FI_PYTHON
     knob = own if env.get(own) else "PYTHON"
     remedy = 'let it end with `exec python3 "$@"`, and put a tool such as compute-sanitizer in front of ./run.sh'
     return f"{knob}={env.get(knob, '')}: starts python as its child instead of becoming it; {remedy}"

@@ -59,6 +59,11 @@ def test_a_set_brings_its_knobs_and_the_caller_the_others(
     assert env["COMM_PYTHON"] == "/opt/python"
 
 
+def test_ranks_that_share_a_gpu_are_of_one_gpu() -> None:
+    shared = {"device": "NVIDIA H200", "world": "4", "repro": "SECTION=comm GPUS=4 RANKS_PER_GPU=2 ./run.sh"}
+    assert measured_rows.machine_of([shared]) == "h200x2"
+
+
 def test_a_red_row_is_kept_and_ends_the_command_with_1(
     runs: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,8 +11,9 @@ from test_docs import COLUMN_ROWS
 
 from lib.history import NIGHT_HEADER
 from lib.rows import HEADER, csv_line
+from tools.arguments import UsageError
 from tools.report_cases import FORMAT_COLUMNS, PANEL_COLUMNS, SERIES_COLUMNS, find_cases, find_panels, win_spans, wins
-from tools.report_data import UsageError, number, read_results, stamp_order, stamp_time, wire_peak_gbps
+from tools.report_data import number, read_results, stamp_order, stamp_time, wire_peak_gbps
 from tools.report_environment import baseline_differences, run_differences
 from tools.report_verdicts import compare
 

@@ -12,11 +12,12 @@ import pytest
 from report_rows import STAMP, night, row, write_rows
 
 from tools import report_page
+from tools.arguments import UsageError
 from tools.report_data import read_results, stamp_time
 from tools.report_markdown import markdown
 from tools.report_model import Options, Report
 from tools.report_page import render
-from tools.report_verdicts import UsageError, find_gate, read_gate
+from tools.report_verdicts import find_gate, read_gate
 
 FRESH = Options((stamp_time(STAMP) or datetime.now(timezone.utc)) + timedelta(hours=1))
 NASTY = "</script><script>alert(1)</script> \"quoted\" 'single' & $x_1$ <img src=x onerror=alert(2)> {{ 7*7 }}"

@@ -19,12 +19,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file, from any folder
 
 from lib.problem import Problem
 from lib.routing_spec import FILE_LAW, RoutingSpec, check_routing, check_routing_file
+from tools.arguments import OneLineParser, UsageError
 from tools.bw_counts import KERNEL_TYPES, REFERENCE, Case, Record, count_tokens, rank_record, total_record
 from tools.bw_routing import GROUP, too_small
 from tools.bw_text import header, rank_block, total_block
@@ -33,15 +33,6 @@ USAGE_EXIT, INTERRUPTED_EXIT = 2, 130
 COUNT_MAX = 2**31 - 1
 EXPERTS_MAX = 1 << 16  # the routing laws keep an expert's number in 16 bits
 PROGRAM = "bw_values"
-
-
-class UsageError(Exception):
-    """One sentence for whoever typed the command: the option and what to give instead."""
-
-
-class OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message.removeprefix("argument "))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -34,6 +34,7 @@ OK_EXIT, RED_EXIT, USAGE_EXIT = 0, 1, 2
 NOTHING_RAN = 4  # of a sweep: every row says why
 COMM_TIMINGS = "e2e e2e_pipelined graph"
 PRIVATE = re.compile(r"\b(?:COMM_|FI_)?PYTHON=\S* ")  # in a repro line: it names a path of the measuring machine
+SHARED = re.compile(r"\bRANKS_PER_GPU=(\d+)")
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,17 @@ SETS: dict[str, Sweep | Ranks] = {
         {"SECTION": "comm", "COMM_LIST": "symm deepep_v2 deepep", "ALGO": "ht ll", "DISPATCH_DTYPE": "bf16 fp8"}
         | {"NUM_SMS": "0 24 64", "TIMING": "graph", "SEQ_LENS": "8 128 4096 8192", "CHECK_REPEATS": "20"},
     ),
+    "comm_shared": Sweep(
+        "every EP library, two ranks on each GPU: checked, not timed",
+        {"SECTION": "comm", "RANKS_PER_GPU": "2", "ALGO": "ht ll", "DISPATCH_DTYPE": "bf16 fp8"}
+        | {"SEQ_LENS": "8 128", "ROUTING": "zipf:1.2,mask=0.3,empty=0", "CHECK_REPEATS": "20"},
+    ),
+    "vllm_split_shared": Sweep(
+        "vLLM's modular kernel, two ranks on each GPU: checked, not timed",
+        {"SECTION": "vllm_split", "RANKS_PER_GPU": "2", "ALGO": "ht ll", "SEQ_LENS": "8 128", "CHECK_REPEATS": "6"},
+    ),
     "deepep_agreement": Ranks("DeepEP's legacy buffers by the rules of its own tests", "tools.deepep_agreement"),
+    "elastic_agreement": Ranks("DeepEP 2 by the rules of its own test", "tools.elastic_agreement", "COMM_PYTHON"),
     "fi_mega": Sweep(
         "FlashInfer's mega kernels",
         {"SECTION": "fi_mega", "SEQ_LENS": "8 512 4096", "MEGA_TIMING": "e2e e2e_pipelined kernel"}
@@ -99,10 +110,12 @@ SETS: dict[str, Sweep | Ranks] = {
 
 
 def machine_of(rows: list[dict[str, str]]) -> str:
-    """`NVIDIA H200`, 2 ranks -> h200x2."""
+    """`NVIDIA H200`, 2 ranks -> h200x2; h200x1 if they share one."""
     device = next((row["device"] for row in rows if row["device"]), "unknown")
     name = re.sub(r"[^a-z0-9]+", "", device.split("(")[0].replace("NVIDIA", "").lower()) or "unknown"
-    return f"{name}x{rows[0]['world']}"
+    shared = SHARED.search(rows[0]["repro"])
+    gpus = int(rows[0]["world"]) // int(shared[1] if shared else 1)
+    return f"{name}x{gpus}"
 
 
 def keep(rows_file: Path, out: Path, name: str, date: str) -> list[dict[str, str]]:

@@ -18,15 +18,14 @@ import os
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file, from any folder
 
 from lib.history import is_stream
-from lib.rows import COLUMNS
 from lib.talk import say, show
+from tools.arguments import OneLineParser, UsageError, condition
 from tools.ready_python import how_to_get
-from tools.report_data import UsageError, read_results
+from tools.report_data import read_results
 from tools.report_e2e import find_e2e
 from tools.report_markdown import markdown
 from tools.report_model import Options, Report
@@ -37,11 +36,6 @@ PROGRAM = "report"
 LONGEST_WORDS = 300
 NEEDED = ("matplotlib", "jinja2")
 STALE_HOURS = 36.0  # a night and a half: one night that did not come is told the next day
-
-
-class OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message.removeprefix("argument "))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,18 +73,11 @@ def _parser() -> argparse.ArgumentParser:
     found = "verdicts_<night>.json; by default the one beside the results, if it is of their newest run"
     parser.add_argument("--verdicts", type=Path, metavar="FILE", help=found)
     only = "keep rows whose column has this value; may be given again"
-    parser.add_argument("--only", type=_condition, action="append", default=[], metavar="COLUMN=VALUE", help=only)
+    parser.add_argument("--only", type=condition, action="append", default=[], metavar="COLUMN=VALUE", help=only)
     stale = "age of the newest run from which the page says that it is old; 0 = never (36)"
     parser.add_argument("--stale-hours", type=_hours, default=STALE_HOURS, metavar="H", help=stale)
     parser.add_argument("--title", default="moe-ep-bench", help="heading of the page (moe-ep-bench)")
     return parser
-
-
-def _condition(text: str) -> tuple[str, str]:
-    column, equals, value = text.partition("=")
-    if not equals or column not in COLUMNS:
-        raise argparse.ArgumentTypeError(f"{text} must be COLUMN=VALUE with a column of docs/columns.md")
-    return column, value
 
 
 def _hours(text: str) -> float:

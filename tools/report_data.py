@@ -13,16 +13,13 @@ from typing import Any
 from lib.history import NIGHT_HEADER
 from lib.repro import options
 from lib.rows import COLUMNS, HEADER, SchemaError, dict_rows, read_rows
+from tools.arguments import UsageError
 
 Row = dict[str, str]  # the columns of lib/rows.py, and `run`: the night of a night's file, else the stamp
 
 STAMP = re.compile(r"(\d{8}T\d{6}Z)(?:-(\d+))?")
 LARGEST = 1e18  # of bytes, microseconds or anything else in a row
 FIRST_COLUMNS = (NIGHT_HEADER.removesuffix(HEADER), HEADER.partition(",")[0] + ",")  # of nights and baselines, of runs
-
-
-class UsageError(Exception):
-    """One sentence for whoever typed the command: the argument and what to give instead."""
 
 
 @dataclass

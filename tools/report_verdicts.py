@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tools.arguments import UsageError
 from tools.report_cases import LATENCY, Case, Key, case_key, middle
-from tools.report_data import Results, Row, UsageError, stamp_order
+from tools.report_data import Results, Row, stamp_order
 
 SCHEMA = 1
 GLOB = "verdicts_*.json"

@@ -81,7 +81,8 @@ def main() -> int:
         parser.error(f"--metric {given.metric}: no direction is known for it; choose from: {' '.join(BETTER)}")
     try:
         document = compare(given.baseline, given.new, given.metric)
-        text = json.dumps(document, indent=1, allow_nan=False) + "\n"
+        # without an indent it is ten times as quick, and says the same of a figure that is none
+        text = json.dumps(document, indent=1 if given.json else None, allow_nan=False) + "\n"
     except NewError as error:
         say(str(error))
         return USAGE_EXIT

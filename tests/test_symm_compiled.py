@@ -50,7 +50,7 @@ def test_no_compiled_kernel_was_left_out(found: dict[str, str]) -> None:
 
 
 BROKEN = {
-    "a sum over the wrong lanes": (r"(shfl\.sync\.bfly\.b32 \S+ \S+) \d+,", r"\1 1,"),
+    "a sum over the wrong lanes": (r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+) \d+,", r"\1 1,"),
     "a barrier that is gone": (r"bar\.sync \t0;", ""),
 }
 

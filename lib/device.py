@@ -25,9 +25,10 @@ def cuda_group(rank: int, world: int, local_rank: int, nodes: int, timeout: date
 
     Ranks that share a GPU move their data by gloo where NCCL would refuse them.
     """
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())  # a launcher may show each task its own GPU
+    place = local_rank // ranks_per_gpu()
+    device = torch.device("cuda", place % torch.cuda.device_count())  # a launcher may show each task its own GPU
     torch.cuda.set_device(device)
-    if shared_gpu() and (loaded_nccl() or NCCL_SHARES_A_GPU) < NCCL_SHARES_A_GPU:
+    if ranks_per_gpu() > 1 and (loaded_nccl() or NCCL_SHARES_A_GPU) < NCCL_SHARES_A_GPU:
         dist.init_process_group("gloo", timeout=timeout)
     else:
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
@@ -35,9 +36,9 @@ def cuda_group(rank: int, world: int, local_rank: int, nodes: int, timeout: date
     return Group(rank, world, local_rank, nodes, device, pg=dist.group.WORLD, host_pg=host_pg)
 
 
-def shared_gpu() -> bool:
-    """Whether other ranks of this run are on this rank's GPU (RANKS_PER_GPU)."""
-    return int(os.environ.get("MOE_EP_RANKS_PER_GPU", "1")) > 1
+def ranks_per_gpu() -> int:
+    """How many neighbouring ranks of this run are on each GPU (RANKS_PER_GPU)."""
+    return int(os.environ.get("MOE_EP_RANKS_PER_GPU", "1"))
 
 
 def device_barrier(group: Group) -> tuple[Callable[[], None], str]:

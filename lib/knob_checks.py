@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 TOPK_MAX = 32  # a warp's lanes: the libraries' kernels hold a token's choices in one warp
 CPU_RANKS_MAX = 64
+SHARING_MAX = 16  # ranks on a GPU, which take turns of some milliseconds
 NODE_GPUS = 8  # counts up to a full node are proposed
 TIMING_FIELDS = {"TIMING": "timing", "MEGA_TIMING": "mega_timing"}
 COLD_TIMINGS = ("e2e", "kernel", UNTIMED)
@@ -125,6 +126,13 @@ def shared_gpus_are_not_timed(draft: Draft) -> Iterator[str]:
         if timed := [timing for timing in getattr(draft.knobs, name) if timing != UNTIMED]:
             what = f"{knob}={' '.join(timed)}: ranks that share a GPU (RANKS_PER_GPU={count}) are checked, not timed"
             yield f"{what}; set {knob}={UNTIMED} or RANKS_PER_GPU=1"
+
+
+def shared_gpus_are_full(draft: Draft) -> Iterator[str]:
+    count, ranks = draft.knobs.ranks_per_gpu, draft.knobs.gpus
+    if ranks % count:
+        fit = [str(each) for each in range(1, SHARING_MAX + 1) if ranks % each == 0]
+        yield f"RANKS_PER_GPU={count}: does not divide GPUS={ranks}, which counts ranks; set it to {or_list(fit)}"
 
 
 def fit_gpus(values: dict[str, Any], changed: set[str]) -> None:
@@ -261,6 +269,7 @@ GPU_ONLY = ("RANKS_PER_GPU", "L2", "PEAKS", "ITERS_PER_GRAPH")
 CHECKS: tuple[tuple[Check, tuple[str, ...]], ...] = (
     (devices_exist, ()),
     (gpus_are_there, ("gpus", "ranks_per_gpu")),
+    (shared_gpus_are_full, ("gpus", "ranks_per_gpu")),
     (shared_gpus_are_not_timed, ("ranks_per_gpu", "timing", "mega_timing")),
     (experts_divide, ("gpus", "nnodes", "num_experts")),
     (topk_within_experts, ("topk",)),

@@ -95,7 +95,7 @@ KNOBS: tuple[Knob, ...] = (
          "ranks on this node, one a GPU (= DP = EP); has to divide NUM_EXPERTS", parse.integer(1), _gpus),
     Knob("RANKS_PER_GPU", "1", WHAT,
          "ranks on each GPU (GPUS counts ranks): above 1, rows are checked and not timed (`TIMING=none`)",
-         parse.integer(1)),
+         parse.integer(1, checks.SHARING_MAX)),
     Knob("CUDA_VISIBLE_DEVICES", "all", WHAT,
          "which GPUs, order included: the first GPUS of them are used; ignored where there is no GPU",
          _text, "", unset=None),

@@ -220,7 +220,7 @@ def detect_facts(env: Mapping[str, str]) -> MachineFacts:
 def detect_machine(knobs: Knobs, env: Mapping[str, str]) -> Machine:
     available = _meminfo_bytes("MemAvailable")
     limit = _cgroup_limit_bytes()
-    gpus = visible_gpus(knobs.cuda_visible_devices, all_gpus())[: knobs.gpus]
+    gpus = visible_gpus(knobs.cuda_visible_devices, all_gpus())[: -(-knobs.gpus // knobs.ranks_per_gpu)]
     return Machine(
         gpus=gpus,
         cpu=cpu_name(),

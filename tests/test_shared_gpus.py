@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import subprocess
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 from knob_helpers import CPU, HOPPER, error, parsed
 from machine_helpers import GB, machine
 from nights import baseline, night, quiet
 
 from bench import ref
 from lib import measure, nightly, plan
+from lib.device import cuda_group
 from lib.knobs import MachineFacts
+from lib.machine import detect_machine
 from lib.ranks_environment import SHARED_GPU, worker_environment
 from lib.rows import read_rows
 from lib.verdicts import judge_all
@@ -50,6 +54,29 @@ def test_more_ranks_than_the_gpus_hold_are_refused_with_the_number() -> None:
     assert error(HOPPER, CUDA_VISIBLE_DEVICES="0", RANKS_PER_GPU="2", GPUS="4").startswith("CUDA_VISIBLE_DEVICES=0:")
 
 
+def test_ranks_fill_the_gpus_that_they_share() -> None:
+    assert error(HOPPER, RANKS_PER_GPU="2", GPUS="1") == (
+        "RANKS_PER_GPU=2: does not divide GPUS=1, which counts ranks; set it to 1"
+    )
+    assert error(HOPPER, RANKS_PER_GPU="3").endswith("GPUS=8, which counts ranks; set it to 1, 2, 4 or 8")
+    assert error(HOPPER, RANKS_PER_GPU="17") == "RANKS_PER_GPU=17: must be a whole number 1..16"
+
+
+def test_neighbouring_ranks_are_on_one_gpu_and_no_other_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lib.machine.all_gpus", lambda: machine(8).gpus)
+    found = detect_machine(parsed(HOPPER, RANKS_PER_GPU="2", GPUS="4"), {})
+    assert [gpu.index for gpu in found.gpus] == [0, 1]
+    placed = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: placed.append(device.index))
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *words, **more: None)
+    monkeypatch.setattr("torch.distributed.new_group", lambda *words, **more: None)
+    monkeypatch.setenv("MOE_EP_RANKS_PER_GPU", "2")
+    for rank in range(4):
+        cuda_group(rank, 4, rank, 1, timedelta(1))
+    assert placed == [0, 0, 1, 1]
+
+
 def test_a_cpu_has_no_gpu_to_share_and_says_so() -> None:
     knobs = parsed(CPU, RANKS_PER_GPU="2")
     assert (knobs.ranks_per_gpu, knobs.gpus, knobs.timing) == (1, 2, ("e2e",))
@@ -70,9 +97,9 @@ def test_only_ranks_that_share_a_gpu_are_told_so() -> None:
 
 def test_shared_ranks_are_another_case_and_its_repro_line_says_so() -> None:
     def case(**knobs: str) -> plan.Case:
-        return plan.make_plan(ref.SECTION, parsed(ONE_H200, TIMING="none", **knobs), machine(1), sweep=False)[0]
+        return plan.make_plan(ref.SECTION, parsed(HOPPER, TIMING="none", **knobs), machine(1), sweep=False)[0]
 
-    alone, shared = case(GPUS="1"), case(RANKS_PER_GPU="2", GPUS="1")
+    alone, shared = case(GPUS="2"), case(RANKS_PER_GPU="2", GPUS="2")
     assert alone.key != shared.key
     assert "RANKS_PER_GPU" not in alone.repro
     assert "RANKS_PER_GPU=2" in shared.repro

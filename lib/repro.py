@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 
 ASKED_TIMING = re.compile(r"\b(?:MEGA_)?TIMING=(\S+)")
 # MEGA_KNOBS and the like, NIC, EXCLUDE_QUANT where it is on, ranks that share a GPU; what is checked or listed changes
@@ -15,12 +16,21 @@ OPTION = re.compile(
 
 def asked_timing(row: Mapping[str, str]) -> str:
     """The timing that was wanted: a graph that could not be captured labels its row otherwise."""
-    asked = ASKED_TIMING.search(row["repro"])
-    return asked[1] if asked else row["timing"]
+    return asked_of(row["repro"]) or row["timing"]
+
+
+@lru_cache(maxsize=100_000)
+def asked_of(text: str) -> str:
+    asked = ASKED_TIMING.search(text)
+    return asked[1] if asked else ""
 
 
 def options(row: Mapping[str, str]) -> str:
-    text = row["repro"]
+    return options_of(row["repro"])
+
+
+@lru_cache(maxsize=100_000)  # a row is asked several times, and rows of many nights have the same lines
+def options_of(text: str) -> str:
     if "MEGA_" not in text and "NIC=" not in text and "EXCLUDE_Q" not in text and "RANKS_PER" not in text:
         return ""  # most rows, of which there may be ten thousand
     return " ".join(OPTION.findall(text))

@@ -75,8 +75,10 @@ def pair_leftovers(old: dict[Key, list[Row]], new: dict[Key, list[Row]]) -> dict
     The same section, variant and tokens; with one differing field if such a pair is there, else the first.
     """
     places = [IDENTITY.index(name) for name in ("section", "variant", "tokens")]
-    free = [index for index in range(len(IDENTITY)) if index not in places]
     left_old, left_new = [key for key in old if key not in new], [key for key in new if key not in old]
+    # in a field that is the same everywhere no two keys differ, so leaving it out would pair nothing
+    values = [set(column) for column in zip(*left_old, *left_new, strict=True)]
+    free = [index for index, found in enumerate(values) if index not in places and len(found) > 1]
     pairs: dict[Key, Key] = {}
 
     def pair(places: Sequence[int]) -> None:

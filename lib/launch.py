@@ -325,17 +325,15 @@ class WorkerGroup:
         return {number: rank for number, rank in sorted(self.ranks.items()) if number // here == member}
 
     def _dump_stacks(self) -> None:
-        """Of every rank on every node, to the log."""
+        """Of every rank on every node, to the log. This node first, lest another comes between a head and its stack."""
         stacks: dict[int, list[RankHere]] = {
             member: [(number, rank.hello["pid"], rank.phase) for number, rank in self._ranks_of(member).items()]
             for member in range(self.request.launcher.members)
         }
-        hub, write = self.request.hub, self.request.log.write
-        if hub is not None:
+        self.agent.dump_stacks(stacks[0], self.request.log.write)
+        if (hub := self.request.hub) is not None:
             for member in hub.peers:
                 hub.tell_one(member, {"type": "dump", "ranks": stacks[member]})
-        self.agent.dump_stacks(stacks[0], write)
-        if hub is not None:
             hub.replies("dumped", DUMP_S * self.request.here + GRACE_S, self.name)
 
     def end(self) -> None:

@@ -98,7 +98,7 @@ def gpus_are_there(draft: Draft) -> Iterator[str]:
     if 0 < named * knobs.ranks_per_gpu < knobs.gpus and draft.given("GPUS"):
         yield (
             f"CUDA_VISIBLE_DEVICES={shown(draft.devices or '')}: names {named} of the GPUS={knobs.gpus} asked for; "
-            f"name {knobs.gpus} or set GPUS={named}"
+            f"name {-(-knobs.gpus // knobs.ranks_per_gpu)} or set GPUS={named * knobs.ranks_per_gpu}"
         )
     elif there and knobs.gpus > there * knobs.ranks_per_gpu:
         few, shared = there * knobs.ranks_per_gpu, f", {knobs.ranks_per_gpu} ranks each" * (knobs.ranks_per_gpu > 1)
@@ -135,10 +135,15 @@ def shared_gpus_are_full(draft: Draft) -> Iterator[str]:
         yield f"RANKS_PER_GPU={count}: does not divide GPUS={ranks}, which counts ranks; set it to {or_list(fit)}"
 
 
+def none_is_checked(draft: Draft) -> Iterator[str]:
+    if UNTIMED in draft.knobs.mega_timing and not draft.knobs.mega_acc:
+        yield f"MEGA_ACC=0: with MEGA_TIMING={UNTIMED} nothing would be timed or checked; leave one of them unset"
+
+
 def fit_gpus(values: dict[str, Any], changed: set[str]) -> None:
     """The default GPUS: 3 GPUs run without a knob, on 2. One rank exchanges nothing, so it has to be asked for."""
     for count in range(values["gpus"], 1, -1):
-        if values["num_experts"] % (count * values["nnodes"]) == 0:
+        if values["num_experts"] % (count * values["nnodes"]) == 0 and count % values["ranks_per_gpu"] == 0:
             changed |= {"GPUS"} if count < values["gpus"] else set()
             values["gpus"] = count
             return
@@ -269,6 +274,7 @@ GPU_ONLY = ("RANKS_PER_GPU", "L2", "PEAKS", "ITERS_PER_GRAPH")
 CHECKS: tuple[tuple[Check, tuple[str, ...]], ...] = (
     (devices_exist, ()),
     (gpus_are_there, ("gpus", "ranks_per_gpu")),
+    (none_is_checked, ("mega_timing", "mega_acc")),
     (shared_gpus_are_full, ("gpus", "ranks_per_gpu")),
     (shared_gpus_are_not_timed, ("ranks_per_gpu", "timing", "mega_timing")),
     (experts_divide, ("gpus", "nnodes", "num_experts")),

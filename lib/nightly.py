@@ -57,7 +57,8 @@ def check() -> int:
         say(f"NNODES={knobs.nnodes}: a night runs on one node; start ./nightly.sh on each with NNODES unset")
         return USAGE_ERROR
     if UNTIMED in {*knobs.timing, *knobs.mega_timing}:
-        knob = f"RANKS_PER_GPU={knobs.ranks_per_gpu}" if knobs.ranks_per_gpu > 1 else f"TIMING={UNTIMED}"
+        knob = f"{'' if UNTIMED in knobs.timing else 'MEGA_'}TIMING={UNTIMED}"
+        knob = f"RANKS_PER_GPU={knobs.ranks_per_gpu}" if knobs.ranks_per_gpu > 1 else knob
         say(f"{knob}: a night judges durations, and this measures none; leave it unset")
         return USAGE_ERROR
     for notice in knobs.notices:

@@ -76,7 +76,7 @@ class Run:
         if status == "ok" and latency:
             outcome = f"ok, p50 {latency:.1f} us"
         elif status == "ok":
-            outcome = "ok, checked"
+            outcome = "ok, checked" if columns.get("check") == "ok" else "ok"
         self.log(f"{label(case)}: {outcome}")
         if status in NOT_RUN:
             self.progress.skip()
@@ -343,7 +343,8 @@ def wrapped_python(section: str, env: Mapping[str, str]) -> str:
     own = f"{section.partition('_')[0].upper()}_PYTHON"  # COMM_PYTHON, FI_PYTHON
     knob = own if env.get(own) else "PYTHON"
     remedy = 'let it end with `exec python3 "$@"`, and put a tool such as compute-sanitizer in front of ./run.sh'
-    return f"{knob}={env.get(knob, '')}: starts python as its child instead of becoming it; {remedy}"
+    which = f"{knob}={env[knob]}" if env.get(knob) else "PYTHON is unset, and python3 on PATH"
+    return f"{which}: starts python as its child instead of becoming it; {remedy}"
 
 
 def _run_section(section: Section) -> int:

@@ -225,10 +225,11 @@ def judge_all(
 ) -> tuple[list[Verdict], list[Verdict]]:
     """Verdicts, worst first, and those of rows that should be run again before they are believed.
 
-    Rows that were checked only (TIMING=none) have no figure and no verdict. `starts`: those that were made tonight,
-    whether or not they have rows.
+    Rows that were checked only (TIMING=none) have no figure, and no verdict unless they are red. `starts`: those that
+    were made tonight, whether or not they have rows.
     """
-    base, tonight = (grouped(row for row in rows if row["timing"] != UNTIMED) for rows in (old, new))
+    base = grouped(row for row in old if row["timing"] != UNTIMED)
+    tonight = grouped(row for row in new if row["timing"] != UNTIMED or row["status"] not in ("ok", *NOT_RUN))
     add_lost_rows(tonight, set(starts))
     pairs = pair_leftovers(base, tonight)
     paired, verdicts, suspects = set(pairs.values()), [], []

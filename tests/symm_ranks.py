@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -50,18 +49,6 @@ def shared_bytes(group: Group, size: int) -> tuple[torch.Tensor, list[int], Any]
     return parts[group.rank], [part.data_ptr() for part in parts], parts
 
 
-def exact_float8(original: Any) -> Any:
-    """Triton 3.9's interpreter loses the carry from mantissa to exponent (0.99 becomes 0.5): PyTorch rounds instead."""
-
-    def convert(values: Any, source: Any, target: Any, rounding: Any) -> Any:
-        if (str(source), str(target)) != ("fp32", "fp8e4nv"):
-            return original(values, source, target, rounding)
-        wide = torch.from_numpy(np.frombuffer(values.tobytes(), dtype=np.float32).copy())
-        return wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy().reshape(values.shape)
-
-    return convert
-
-
 def with_faults(name: str) -> Any:
     """Launcher.dispatch or .combine, noted, and broken as Log.fault says."""
     honest = getattr(Launcher, name)
@@ -91,18 +78,13 @@ def with_faults(name: str) -> Any:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    from triton.runtime import interpreter  # not at the top: triton reads TRITON_INTERPRET when it is imported
-
     symm_memory.allocate = shared_bytes  # type: ignore[assignment]
-    interpreter._convert_float = exact_float8(interpreter._convert_float)
     for name in ("plan", "dispatch", "combine"):
         setattr(Launcher, name, with_faults(name))
     yield
 
 
 def faults_of(variant: Variant) -> tuple[str, ...]:
-    if variant.dispatch_dtype != "bf16":
-        return ()
     return {"symm_ht": FAULTS, "symm_ll": FAULTS[:1]}.get(variant.name, ())
 
 
@@ -115,11 +97,12 @@ def steps_of(variant: Variant) -> tuple[str, ...]:
 
 
 class Everything(SymmBackend):
-    """Both sections' variants; fp8 differs in its format alone, so it needs fewer."""
+    """Both sections' variants in bf16. fp8 differs in its format alone, which the interpreter of Triton 3.9 rounds
+    wrongly (0.99 becomes 0.5): tests/symm_compiled.py runs it as it is compiled."""
 
     def variants(self, knobs: Any) -> list[Variant]:
         every = super().variants(knobs) + SymmMoeBackend().variants(knobs)
-        return [variant for variant in every if variant.dispatch_dtype == "bf16" or "+" not in variant.name]
+        return [variant for variant in every if variant.dispatch_dtype == "bf16"]
 
     def open(self, group: Group, variant: Variant, capacity: Problem, knobs: Any) -> SymmEngine:
         made: Backend = SymmMoeBackend() if variant.name == "symm" else SymmBackend()

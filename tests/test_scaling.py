@@ -56,6 +56,17 @@ def test_what_differs_in_more_than_ranks_is_no_pair(
     assert capsys.readouterr().err.endswith("none of them at two numbers of ranks\n")
 
 
+def test_marked_rows_do_not_count_and_nodes_have_columns_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [at(2, 10), at(4, 20), at(4, 900, nodes=2), at(4, 999, tainted=1)]
+    rows += [row(world=world) for world in ("²", "", "9" * 5000, "0")]
+    assert main([str(write_rows(tmp_path / "a.csv", rows))]) == 0
+    heads, case = lines_of(capsys.readouterr().out)
+    assert heads[2:5] == ["EP2 lat_us_p50", "EP4 lat_us_p50", "EP4 on 2 nodes lat_us_p50"]
+    assert case[2:5] == ["10.0", "20.0", "900.0"]
+
+
 def test_the_newest_run_counts_and_its_median(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new = "20261201T000000Z"
     write_rows(tmp_path / "old.csv", [at(2, 100), at(4, 110)])

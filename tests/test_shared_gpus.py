@@ -58,7 +58,7 @@ def test_ranks_fill_the_gpus_that_they_share() -> None:
     assert error(HOPPER, RANKS_PER_GPU="2", GPUS="1") == (
         "RANKS_PER_GPU=2: does not divide GPUS=1, which counts ranks; set it to 1"
     )
-    assert error(HOPPER, RANKS_PER_GPU="3").endswith("GPUS=8, which counts ranks; set it to 1, 2, 4 or 8")
+    assert error(HOPPER, RANKS_PER_GPU="3", GPUS="8").endswith("GPUS=8, which counts ranks; set it to 1, 2, 4 or 8")
     assert error(HOPPER, RANKS_PER_GPU="17") == "RANKS_PER_GPU=17: must be a whole number 1..16"
 
 
@@ -165,6 +165,26 @@ def test_a_night_of_nothing_timed_is_refused(
     monkeypatch.setenv("TIMING", "graph none")
     assert nightly.check() == 2
     assert capsys.readouterr().err.startswith("TIMING=none: ")
+
+
+def test_a_wrong_row_is_red_though_nothing_was_timed() -> None:
+    wrong = {"timing": "none", "lat_us_p50": "", "variant": "checked", "status": "wrong", "reason": "row 2"}
+    tonight = [*night(20, quiet(seed=77)), *(made | wrong for made in night(20, quiet(seed=5)))]
+    red = [verdict for verdict in judge_all(baseline(), tonight)[0] if verdict["red"]]
+    assert [verdict["variant"] for verdict in red] == ["checked"]
+    assert "row 2" in red[0]["reason"]
+
+
+def test_neither_timed_nor_checked_is_refused() -> None:
+    assert error(SECTION="fi_mega", MEGA_TIMING="none", MEGA_ACC="0").startswith("MEGA_ACC=0: with MEGA_TIMING=none")
+
+
+def test_the_default_number_of_ranks_fills_its_gpus() -> None:
+    two = MachineFacts(2, (9, 0))
+    assert parsed(two, RANKS_PER_GPU="2", NUM_EXPERTS="6", TOPK="2").gpus == 2
+    assert parsed(two, RANKS_PER_GPU="4", NUM_EXPERTS="12", TOPK="2").gpus == 4
+    sentence = error(HOPPER, CUDA_VISIBLE_DEVICES="0", RANKS_PER_GPU="2", GPUS="4")
+    assert sentence.endswith("name 2 or set GPUS=2")
 
 
 def test_rows_that_were_only_checked_get_no_verdict() -> None:

@@ -82,12 +82,13 @@ SETS: dict[str, Sweep | Ranks] = {
     ),
     "comm_shared": Sweep(
         "every EP library, two ranks on each GPU: checked, not timed",
-        {"SECTION": "comm", "RANKS_PER_GPU": "2", "ALGO": "ht ll", "DISPATCH_DTYPE": "bf16 fp8"}
+        {"SECTION": "comm", "RANKS_PER_GPU": "2", "TIMING": "none", "ALGO": "ht ll", "DISPATCH_DTYPE": "bf16 fp8"}
         | {"SEQ_LENS": "8 128", "ROUTING": "zipf:1.2,mask=0.3,empty=0", "CHECK_REPEATS": "20"},
     ),
     "vllm_split_shared": Sweep(
         "vLLM's modular kernel, two ranks on each GPU: checked, not timed",
-        {"SECTION": "vllm_split", "RANKS_PER_GPU": "2", "ALGO": "ht ll", "SEQ_LENS": "8 128", "CHECK_REPEATS": "6"},
+        {"SECTION": "vllm_split", "RANKS_PER_GPU": "2", "TIMING": "none", "ALGO": "ht ll", "SEQ_LENS": "8 128"}
+        | {"CHECK_REPEATS": "6"},
     ),
     "deepep_agreement": Ranks("DeepEP's legacy buffers by the rules of its own tests", "tools.deepep_agreement"),
     "elastic_agreement": Ranks("DeepEP 2 by the rules of its own test", "tools.elastic_agreement", "COMM_PYTHON"),

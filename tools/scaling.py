@@ -17,11 +17,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file, from any folder
 
+from lib.history import MARKS
 from lib.knob_types import UNTIMED
 from lib.talk import say, show
 from tools.arguments import OneLineParser, UsageError, column, condition
 from tools.report_cases import FORMAT_COLUMNS, LATENCY, PANEL_COLUMNS, SERIES_COLUMNS, find_cases
-from tools.report_data import Row, read_results
+from tools.report_data import Row, number, read_results
 
 USAGE_EXIT, NOTHING_EXIT = 2, 3
 LIGHT = "sol_pct"
@@ -32,20 +33,37 @@ INPUTS = tuple(
 )
 
 Inputs = tuple[str, ...]
-Figures = dict[int, dict[str, float]]  # {ranks: {column: value}}
+Ranks = tuple[int, int]  # of all nodes, and nodes
+Figures = dict[Ranks, dict[str, float]]  # {ranks: {column: value}}
 
 
 def by_ranks(rows: Sequence[Row], metric: str) -> dict[Inputs, Figures]:
-    """Of each case, its figures at each number of ranks: the metric's, and % of the speed of light if it has that."""
-    timed = [row for row in rows if row["status"] == "ok" and row["timing"] != UNTIMED and row["world"].isdigit()]
+    """Of each case, its figures at each number of ranks: the metric's, and % of the speed of light if it has that.
+
+    Rows that are marked (tainted, throttled, contended) or unchecked count as little as those that are not ok.
+    """
+    timed = [row for row in rows if row["status"] == "ok" and row["timing"] != UNTIMED and is_clean(row)]
     found: dict[Inputs, Figures] = {}
     for case in find_cases(timed).values():
         row = case.rows[-1]
         inputs = tuple(row[name] for name in INPUTS)
         figures = {name: value for name in (metric, LIGHT) if (value := case.now(name)) is not None}
         if metric in figures:
-            found.setdefault(inputs, {})[int(row["world"])] = figures
+            found.setdefault(inputs, {})[ranks_of(row)] = figures
     return found
+
+
+def is_clean(row: Row) -> bool:
+    return min(ranks_of(row)) > 0 and row["check"] != "skipped" and not any(row[mark] == "1" for mark in MARKS)
+
+
+def ranks_of(row: Row) -> Ranks:
+    world, nodes = (number(row, column) or 0 for column in ("world", "nodes"))
+    return int(world), int(nodes)
+
+
+def named(ranks: Ranks) -> str:
+    return f"EP{ranks[0]}" + (f" on {ranks[1]} nodes" if ranks[1] > 1 else "")
 
 
 def tables(found: Mapping[Inputs, Figures], metric: str) -> list[str]:
@@ -64,25 +82,25 @@ def tables(found: Mapping[Inputs, Figures], metric: str) -> list[str]:
 
 def table(cases: Mapping[Inputs, Figures], metric: str) -> list[str]:
     """Columns that are blank in every case are left out, and so are inputs in which no two cases differ."""
-    ranks = sorted({number for figures in cases.values() for number in figures})
+    worlds = sorted({each for figures in cases.values() for each in figures})
     rows = [dict(zip(INPUTS, inputs, strict=True)) for inputs in cases]
     names = [name for name in NAMES if any(row[name] for row in rows)]
     names = [name for name in names if name in ("variant", "tokens") or len({row[name] for row in rows}) > 1]
-    lit = [number for number in ranks if any(LIGHT in figures.get(number, {}) for figures in cases.values())]
-    heads = [*names, *(f"EP{number} {metric}" for number in ranks), "most / fewest ranks"]
-    heads += [f"EP{number} % of light" for number in lit]
+    lit = [each for each in worlds if any(LIGHT in figures.get(each, {}) for figures in cases.values())]
+    heads = [*names, *(f"{named(each)} {metric}" for each in worlds), "most / fewest ranks"]
+    heads += [f"{named(each)} % of light" for each in lit]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for row, figures in zip(rows, cases.values(), strict=True):
-        values = {number: figures[number][metric] for number in ranks if number in figures}
-        cells = [row[name] for name in names]
-        cells += [f"{values[number]:.1f}" if number in values else "" for number in ranks]
+        values = {each: figures[each][metric] for each in worlds if each in figures}
+        cells = [row[name].replace("|", "/") for name in names]
+        cells += [f"{values[each]:.1f}" if each in values else "" for each in worlds]
         cells.append(ratio(values))
-        cells += [f"{figures[number][LIGHT]:.1f}" if LIGHT in figures.get(number, {}) else "" for number in lit]
+        cells += [f"{figures[each][LIGHT]:.1f}" if LIGHT in figures.get(each, {}) else "" for each in lit]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
-def ratio(values: Mapping[int, float]) -> str:
+def ratio(values: Mapping[Ranks, float]) -> str:
     fewest = values[min(values)]
     return f"{values[max(values)] / fewest:.2f}" if fewest else ""
 

@@ -100,7 +100,7 @@ class NcclEpSession(CommSession):
             return "local"
         # not n_lsa_teams: nccl4py 0.6.0 asks for its properties by a version that libnccl 2.30.7 refuses
         near = self.engine.comm.team_lsa.n_ranks
-        return "nvlink" if near == self.group.world else f"rdma ({self.group.world // near} NVLink domains)"
+        return "nvlink" if near == self.group.world else f"rdma ({-(-self.group.world // max(near, 1))} NVLink domains)"
 
     def versions(self) -> dict[str, str]:
         return self.engine.versions
